@@ -1,0 +1,12 @@
+# Sets TILEWISE_HAVE_CUDA from TILEWISE_CUDA and the machine.
+set(TILEWISE_HAVE_CUDA OFF)
+if(NOT TILEWISE_CUDA STREQUAL "OFF" AND EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/src/cuda/CMakeLists.txt)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(TILEWISE_HAVE_CUDA ON)
+  elseif(TILEWISE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "TILEWISE_CUDA=ON, but no CUDA compiler was found; set CUDACXX, or use AUTO or OFF")
+  endif()
+endif()
+message(STATUS "Tilewise: CUDA kernels ${TILEWISE_HAVE_CUDA}")

@@ -1,0 +1,11 @@
+// The whole table: CUDA's rows if built in, then the CPU's. The one place that knows every backend.
+#pragma once
+#include <span>
+
+#include "core/plan.h"
+
+namespace tilewise {
+
+std::span<const KernelRow> all_kernels();
+
+}  // namespace tilewise

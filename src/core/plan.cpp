@@ -1,0 +1,69 @@
+#include "core/plan.h"
+
+#include "core/validate.h"
+
+namespace tilewise {
+namespace {
+
+bool on_backend(const KernelRow& row, const tw_problem& problem, const Target& target) {
+  if (target.backend != TW_BACKEND_AUTO) return row.backend == target.backend;
+  return problem.device == TW_CUDA ? row.backend == TW_BACKEND_CUDA : row.backend != TW_BACKEND_CUDA;
+}
+
+// "" if the row can run the problem on this machine.
+std::string why_not(const KernelRow& row, const tw_problem& problem) {
+  if (row.pass != -1 && row.pass != problem.pass)
+    return row.pass == TW_FORWARD ? "a forward kernel" : "a backward kernel";
+  if (!row.available()) return concat("this machine (or its cap) has no ", row.isa);
+  return row.refusal(problem);
+}
+
+// Walks the table; appends one line for each refusal.
+const KernelRow* choose(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows,
+                        std::string* refusals) {
+  bool name_known = false;
+  for (const KernelRow& row : rows) {
+    if (!target.kernel.empty() && target.kernel != row.name) continue;
+    name_known = true;
+    if (target.kernel.empty() && !on_backend(row, problem, target)) continue;
+    const std::string reason = why_not(row, problem);
+    if (reason.empty()) return &row;
+    if (row.pass == -1 || row.pass == problem.pass || !target.kernel.empty())
+      *refusals += concat(row.name, ": ", reason, "\n");
+  }
+  if (!name_known) *refusals += concat("kernel \"", target.kernel, "\": not in the table; `tilewise list` shows it\n");
+  return nullptr;
+}
+
+}  // namespace
+
+std::string Plan::text() const {
+  return concat("kernel ", row->name, "\nconfig ", config, "\nsplits ", num_splits, "\ntasks ", num_tasks,
+                "\nworkspace ", workspace_bytes, " bytes\nflops ", flops(problem), "\nbytes ", bytes_moved(problem), "\n");
+}
+
+Status make_plan(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows, Plan* plan) {
+  TW_RETURN_IF_ERROR(validate_problem(problem));
+  std::string refusals;
+  const KernelRow* row = choose(problem, target, rows, &refusals);
+  if (row == nullptr) {
+    if (!refusals.empty()) refusals.pop_back();
+    return unsupported("no kernel takes \"", format(problem), "\"", refusals.empty() ? "" : ":\n", refusals);
+  }
+  plan->problem = problem;
+  plan->target = target;
+  plan->row = row;
+  return row->plan(problem, target, plan);
+}
+
+std::string explain(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows) {
+  std::string text = concat("problem ", format(problem), "\n");
+  if (Status status = validate_problem(problem); !status.ok()) return text + "invalid: " + status.message() + "\n";
+  std::string refusals;
+  choose(problem, target, rows, &refusals);
+  Plan plan;
+  if (Status status = make_plan(problem, target, rows, &plan); !status.ok()) return text + status.message() + "\n";
+  return text + refusals + plan.text();
+}
+
+}  // namespace tilewise
