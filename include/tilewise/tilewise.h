@@ -324,7 +324,7 @@ TW_API int32_t tw_default_num_threads(void);
 TW_API tw_status tw_softmax(const tw_tensor* x, tw_tensor* y, tw_tensor* lse, const tw_target* target, void* stream);
 
 /* The online softmax as an object, for scores that do not fit in memory or do not exist yet. It keeps, per row, a
- * running maximum, a running sum and (value_dim > 0) a running weighted sum of value vectors. CPU, float32 state. */
+ * running maximum, a running sum and (value_dim > 0) a running weighted sum of value vectors. CPU; sums in float64. */
 typedef struct tw_accumulator tw_accumulator;
 TW_API tw_status tw_accumulator_create(int64_t num_rows, int64_t value_dim, tw_accumulator** out);
 TW_API void tw_accumulator_destroy(tw_accumulator* accumulator);

@@ -16,7 +16,7 @@
 #include "cpu/softmax.h"
 #include "cpu/thread_pool.h"
 #if defined(TILEWISE_HAVE_CUDA)
-#include "cuda/backend.h"
+#include "cuda/one_call.h"
 #endif
 
 using namespace tilewise;
@@ -114,7 +114,7 @@ struct AlignedDelete {
 Status run_on_device(const Plan& plan, const tw_tensors& tensors, void* stream) {
   if (plan.row->backend == TW_BACKEND_CUDA) {
 #if defined(TILEWISE_HAVE_CUDA)
-    return run_with_stream_ordered_workspace(plan, tensors, stream);
+    return cuda::run_with_stream_workspace(plan, tensors, stream);
 #endif
   }
   std::unique_ptr<void, AlignedDelete> workspace(
@@ -303,14 +303,10 @@ tw_status tw_softmax(const tw_tensor* x, tw_tensor* y, tw_tensor* lse, const tw_
     TW_RETURN_IF_ERROR(require(x, "x", y, "y"));
     Target where;
     TW_RETURN_IF_ERROR(resolve_target(target, &where));
-    if (x->device == TW_CUDA) {
-#if defined(TILEWISE_HAVE_CUDA)
-      return cuda_softmax(*x, *y, lse, stream);
-#endif
-      return unsupported("x: on CUDA, but this library was built without CUDA");
-    }
-    (void)stream;
-    return softmax(*x, *y, lse, where.num_threads);
+    if (x->device == TW_CUDA)
+      return unsupported("x: on CUDA; softmax runs on CPU tensors in this version");
+    (void)stream;  // for the day it runs there
+    return softmax(*x, *y, lse, where.num_threads, where.executor);
   });
 }
 
@@ -406,7 +402,7 @@ size_t tw_machine_text(char* buffer, size_t capacity) {
   return guarded_text(buffer, capacity, [] {
     std::string text = concat("tilewise ", tw_version(), "\n", isa_text(), "threads ", default_num_threads(), "\n");
 #if defined(TILEWISE_HAVE_CUDA)
-    text += cuda_machine_text();
+    text += cuda::machine_text();
 #else
     text += "cuda not built in\n";
 #endif

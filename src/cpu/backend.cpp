@@ -14,11 +14,14 @@ bool available() {
   return has_isa(isa);
 }
 
-template <Isa isa>
+std::string refuse_forward(const tw_problem&) { return ""; }
+std::string refuse_backward(const tw_problem&) { return ""; }
+
+template <Isa isa, auto refuse_pass>
 std::string refusal(const tw_problem& p) {
   if (isa == Isa::kAvx512Bf16 && p.dtype != TW_BFLOAT16) return concat("dtype ", dtype_name(p.dtype), " not in {bf16}");
   if (dtype_size(p.dtype) > 4) return concat("dtype ", dtype_name(p.dtype), " not in {f32, f16, bf16}");
-  return "";
+  return refuse_pass(p);
 }
 
 // Not reached on machines that lack the instruction set: available() said so.
@@ -42,11 +45,11 @@ Status run(const Plan& made, const tw_tensors& tensors, void* workspace, void*) 
   return run_pass(tiles<isa>(), made, tensors, workspace);
 }
 
-constexpr int32_t forward = TW_FORWARD, backward = TW_BACKWARD;
+constexpr int32_t decode = TW_FORWARD, forward = TW_FORWARD, backward = TW_BACKWARD;
 
 constexpr KernelRow kRows[] = {
 #define TW_CPU_KERNEL(pass, name, isa, summary)                                                               \
-  {#pass "_" #name, TW_BACKEND_CPU, pass, #name, summary, available<Isa::isa>, refusal<Isa::isa>,              \
+  {#pass "_" #name, TW_BACKEND_CPU, pass, #name, summary, available<Isa::isa>, refusal<Isa::isa, refuse_##pass>, \
    plan<Isa::isa, plan_##pass>, run<Isa::isa, run_##pass>},
 #include "cpu/kernels.def"
 #undef TW_CPU_KERNEL

@@ -6,8 +6,9 @@
 
 namespace tilewise {
 
-// x = exp(x), within 1 ulp (0.98, measured over all floats). exp(-inf) = 0 and exp(0) = 1 exactly; NaN stays NaN; gradual
-// underflow; inf above 88.73. Float is float or a vector of floats (GCC's vector_size), Int int32_t or a vector as long.
+// x = exp(x), within 1 ulp (0.98 at worst over all floats; 0.99 where multiply and add fuse). exp(-inf) = 0 and exp(0)
+// = 1 exactly; NaN stays NaN; gradual underflow; inf above 88.73. Float is float or a vector of floats (GCC's
+// vector_size), Int int32_t or a vector as long.
 template <class Float, class Int>
 TW_ALWAYS_INLINE void exp_in_place(Float& x) {
   // Beyond these bounds the result is 0 or inf anyway. Comparisons with NaN are false: it passes.
@@ -17,7 +18,7 @@ TW_ALWAYS_INLINE void exp_in_place(Float& x) {
   const Float shifted = x * 0x1.715476p0f + 0x1.8p23f;
   const Float n = shifted - 0x1.8p23f;
   const Int exponent = __builtin_bit_cast(Int, shifted) - 0x4b400000;  // the bits of 1.5 * 2^23
-  Float r = x - n * 0x1.62e4p-1f;  // ln 2 in two parts: n times the first is exact
+  Float r = x - n * 0x1.62e4p-1f;                                      // ln 2 in two parts: n times the first is exact
   r = r - n * 0x1.7f7d1cp-20f;
   // (exp(r) - 1 - r) / r^2, minimax: relative error of exp(r) below 3.1e-9.
   Float q = r * 0x1.6a23d0p-10f + 0x1.123a20p-7f;

@@ -8,6 +8,8 @@
 //             O, row maximum and row sum stay in the worker's scratch; nothing is n x n
 //   combine   parts of the keys by their lse, where the plan split them
 //
+// Decoding is the same with another first and last step: a handful of query rows reads K and V where they lie.
+//
 // Blocks of keys start at multiples of block_n and a row never looks at its neighbours, so a row's result depends on its
 // sequence alone: not on threads, not on block_m, not on the rest of the batch.
 #include "cpu/forward.h"
@@ -29,11 +31,13 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kPackChunk = 256;        // keys per packing task
 constexpr int64_t kSplitLength = 1024;     // keys per part when the plan splits by itself: independent of the capacity
+constexpr int64_t kDirectRows = 12;        // query rows per key head up to which reading K and V in place beats packing them
 constexpr double kSerialFlops = 4e6;       // below this, waking a thread costs more than it brings (~20 us on one core)
 constexpr float kSlack = 8;                // lazy maximum: probabilities stay below 2^8
 
 // How a problem is cut. A pure function of problem and tiles, except that scratch counts the workers.
 struct Cut {
+  bool direct;                   // few query rows: K and V are read where they lie
   int64_t group, lanes, panel;
   int64_t block_m, block_n;
   int64_t steps_q;               // lanes of a row of q or a column of k
@@ -45,11 +49,11 @@ struct Cut {
   int64_t packed_keys;           // per key head, all sequences, in whole panels
   int64_t row_lanes;             // P: lanes per row of block_n columns
 
-  Cut(const TileKernels& k, const tw_problem& p) {
+  Cut(const TileKernels& k, const tw_problem& p, bool direct) : direct(direct) {
     group = group_size(p);
     lanes = k.lanes;
     panel = k.panel();
-    steps_q = k.pairs ? divide_up(p.head_dim, 2) : p.head_dim;
+    steps_q = k.pairs ? divide_up(p.head_dim, 2) : direct ? round_up(p.head_dim, lanes) : p.head_dim;
     dv_columns = round_up(std::max<int64_t>(p.head_dim_v, 1), lanes);
     v_panels = divide_up(dv_columns, panel);
     // A panel of keys (64 x d floats) and the block's P and O stay in L2; 256 columns amortise the pass over O.
@@ -61,7 +65,7 @@ struct Cut {
     block_m = 96;  // 16 strips; smaller where there would be too few tasks for many cores
     while (block_m > 24 && heads * divide_up(rows, block_m) < 64) block_m /= 2;
     m_blocks = std::max<int64_t>(divide_up(rows, block_m), 1);
-    prepack = m_blocks > 1;
+    prepack = m_blocks > 1 && !direct;
 
     if (p.num_splits > 0) {
       splits = p.num_splits;
@@ -98,6 +102,8 @@ struct Scratch {  // of one worker
   uint64_t* keep;
   const void** rows;     // pointers of the rows being packed
   char* rotated;         // query rows after rotary embedding, in q's dtype
+  float* products;       // direct: q.k of a strip, [strip, block_n]
+  const char* zero_row;  // direct: stands for keys past the sequence
   PackedKeys block;
 };
 
@@ -153,8 +159,11 @@ struct Workspace {
     s.rows = arena.take<const void*>(std::max(rows, c.block_n));
     s.rotated = arena.take<char>(p.rotary_dim > 0 ? rows * p.head_dim * dtype_size(p.dtype) : 0);
     const int64_t per_step = kernels.pairs ? 2 : 1;
-    s.block.k = arena.take<float>(c.prepack ? 0 : c.block_n * c.steps_q);
-    s.block.v = arena.take<float>(c.prepack ? 0 : c.v_panels * c.block_n / per_step * c.panel);
+    s.products = arena.take<float>(c.direct ? kStrip * c.block_n : 0);
+    s.zero_row = arena.take<char>(c.direct ? std::max(p.head_dim, p.head_dim_v) * 4 : 0);
+    const bool packs = !c.prepack && !c.direct;
+    s.block.k = arena.take<float>(!packs ? 0 : c.block_n * c.steps_q);
+    s.block.v = arena.take<float>(!packs ? 0 : c.v_panels * c.block_n / per_step * c.panel);
     s.block.v_panel_stride = c.block_n / per_step * c.panel;
     s.block.keys_per_step = per_step;
     *bytes = arena.used();
@@ -164,8 +173,8 @@ struct Workspace {
 
 class Forward {
  public:
-  Forward(const TileKernels& kernels, const Plan& plan, const tw_tensors& tensors, void* workspace)
-      : kernels_(kernels), p_(plan.problem), t_(tensors), cut_(kernels, p_), rules_(p_, tensors, kernels.pairs),
+  Forward(const TileKernels& kernels, const Plan& plan, const tw_tensors& tensors, void* workspace, bool direct)
+      : kernels_(kernels), p_(plan.problem), t_(tensors), cut_(kernels, p_, direct), rules_(p_, tensors, kernels.pairs),
         mask_(mask_of(p_)), target_(plan.target),
         threads_(flops(p_) < kSerialFlops ? 1 : plan.target.num_threads),
         space_(kernels, p_, cut_, workspace, plan.target.num_threads, &workspace_bytes_) {}
@@ -249,14 +258,18 @@ class Forward {
     PackedKeys packed = s.block;
     for (int64_t n = round_down(begin, cut_.block_n); n < end; n += cut_.block_n) {
       const int64_t n_end = std::min(n + cut_.block_n, end);
+      if (rules_.dropout.active())
+        fill_keep(kernels_, rules_, rows, first, count + kStrip, n, n_end - n, cut_.block_n / 64, s.keep);
+      if (cut_.direct) {
+        direct_block(rows, first, count, n, n_end, s);
+        continue;
+      }
       if (cut_.prepack)
         packed = space_.head(kernels_, cut_, hk, cut_.packed_begin(p_, sequence) + n);
       else
         pack(sequence, hk, n, n_end, s, packed);
-      if (rules_.dropout.active())
-        fill_keep(kernels_, rules_, rows, first, count + kStrip, n, n_end - n, cut_.block_n / 64, s.keep);
       const bool visible_only = v_nonfinite(b, hk).load(std::memory_order_relaxed) != 0;
-      scores(rows, first, count, n, n_end, packed, visible_only, s);
+      scores(rows, first, 0, count, n, n_end, packed.k, visible_only, s);
       values(count, n, n_end, packed, visible_only, s);
     }
     finish(rows, first, count, split, s);
@@ -294,10 +307,12 @@ class Forward {
     return {round_down(begin - n, cut_.panel), end - n};
   }
 
-  void scores(const HeadRows& rows, int64_t first, int64_t count, int64_t n, int64_t n_end, const PackedKeys& packed,
-              bool mark_masked, Scratch& s) {
+  // Strips [r_begin, r_end) of the block. Without packed keys, s.products holds q.k of the one strip.
+  void scores(const HeadRows& rows, int64_t first, int64_t r_begin, int64_t r_end, int64_t n, int64_t n_end,
+              const float* packed_k, bool mark_masked, Scratch& s) {
     ForwardTile tile{};
-    tile.ldq = tile.steps = cut_.steps_q;
+    tile.ldq = packed_k != nullptr ? cut_.steps_q : cut_.block_n;
+    tile.steps = cut_.steps_q;
     tile.pre = rules_.pre;
     tile.post = rules_.post;
     tile.modified = rules_.modified;
@@ -315,9 +330,9 @@ class Forward {
     const bool always_general = rules_.modified || rules_.dropout.active();
 
     for (int64_t panel = 0; panel < n_end - n; panel += cut_.panel) {  // outermost: a panel of K^T stays in L1
-      tile.k = packed.k + panel * cut_.steps_q;
-      for (int64_t r = 0; r < count; r += kStrip) {
-        const int64_t strip = std::min<int64_t>(kStrip, count - r);
+      tile.k = packed_k != nullptr ? packed_k + panel * cut_.steps_q : nullptr;
+      for (int64_t r = r_begin; r < r_end; r += kStrip) {
+        const int64_t strip = std::min<int64_t>(kStrip, r_end - r);
         const KeyRange columns = strip_columns(s, r, strip, n, n_end);
         if (panel < columns.begin || panel >= columns.end) continue;
         const int64_t vectors = std::min<int64_t>(divide_up(columns.end - panel, cut_.lanes), kernels_.panel_vectors);
@@ -333,7 +348,7 @@ class Forward {
           tile.keep = s.keep + r * tile.keep_stride + panel / 64;
           tile.keep_shift = static_cast<int32_t>(panel % 64);
         }
-        tile.q = s.q + r * cut_.steps_q;
+        tile.q = packed_k != nullptr ? s.q + r * cut_.steps_q : s.products + panel;
         tile.p = s.p + r * cut_.row_lanes + (kernels_.pairs ? panel / 2 : panel);
         tile.p_written = panel - columns.begin;
         tile.max = s.max + r;
@@ -370,6 +385,61 @@ class Forward {
     }
   }
 
+  // One block of keys for the few rows of a decoding step.
+  void direct_block(const HeadRows& rows, int64_t first, int64_t count, int64_t n, int64_t n_end, Scratch& s) {
+    const auto gather = [&](const tw_tensor& x, int64_t begin, int64_t end) {
+      for (int64_t j = begin; j < end; ++j) {
+        const char* row = key_address(p_, t_, x, rows.sequence, n + j, rows.hk);
+        s.rows[j - begin] = row != nullptr ? row : s.zero_row;
+      }
+    };
+    std::memset(const_cast<char*>(s.zero_row), 0, static_cast<size_t>(std::max(p_.head_dim, p_.head_dim_v) * 4));
+    for (int64_t r = 0; r < count; r += kStrip) {
+      const int64_t strip = std::min<int64_t>(kStrip, count - r);
+      const KeyRange columns = strip_columns(s, r, strip, n, n_end);
+      if (columns.begin >= columns.end) continue;
+      DirectTile tile{};
+      tile.keys = s.rows;
+      tile.dtype = p_.dtype;
+      gather(*t_.k, columns.begin, round_up(columns.end, cut_.lanes));
+      tile.n = round_up(columns.end, cut_.lanes) - columns.begin;
+      tile.head_dim = p_.head_dim;
+      tile.a = s.q + r * cut_.steps_q;
+      tile.lda = cut_.steps_q;
+      tile.c = s.products + columns.begin;
+      tile.ldc = cut_.block_n;
+      kernels_.direct_scores[row_variant(strip)](tile);
+
+      gather(*t_.v, columns.begin, columns.end);
+      tile.n = columns.end - columns.begin;
+      tile.head_dim = p_.head_dim_v;
+      // A key that only some rows see must not reach the others through 0 * NaN.
+      bool mixed = rules_.has_addend;
+      for (int64_t x = r; x < r + strip; ++x) mixed |= s.begin[x] != s.begin[r] || s.end[x] != s.end[r];
+      const bool visible_only = mixed && kernels_.any_nonfinite(s.rows, tile.n, p_.head_dim_v, p_.dtype);
+      scores(rows, first, r, r + strip, n, n_end, nullptr, visible_only, s);
+
+      tile.a = s.p + r * cut_.row_lanes + columns.begin;
+      tile.lda = cut_.row_lanes;
+      tile.c = s.o + r * cut_.dv_columns;
+      tile.ldc = cut_.dv_columns;
+      if (visible_only)
+        direct_values_visible(tile, strip);
+      else
+        kernels_.direct_values[row_variant(strip)](tile);
+    }
+  }
+
+  static void direct_values_visible(const DirectTile& t, int64_t rows) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < t.n; ++j) {
+        const float p = t.a[r * t.lda + j];
+        if (std::signbit(p)) continue;  // marked as masked
+        for (int64_t c = 0; c < t.head_dim; ++c)
+          t.c[r * t.ldc + c] += p * static_cast<float>(load_element(t.keys[j], t.dtype, c));
+      }
+  }
+
   // Normalises the block's rows and stores them: to o and lse, or as a part to be combined.
   void finish(const HeadRows& rows, int64_t first, int64_t count, int64_t split, Scratch& s) {
     const int64_t total_rows = query_rows(p_) * p_.num_heads_q;
@@ -378,7 +448,7 @@ class Forward {
       float sum = 0;
       for (int64_t lane = 0; lane < cut_.lanes; ++lane) sum += s.sum[r * cut_.lanes + lane];
       const bool empty = s.limit[r] == -kInfinity && sum == 0;  // saw no key
-      const float max = empty ? -kInfinity : s.max[r] * rules_.post;
+      const float max = empty ? -kInfinity : std::isnan(sum) ? sum : s.max[r] * rules_.post;
       const float lse = empty ? -kInfinity : max + std::log2(sum);
       float* o = s.o + r * cut_.dv_columns;
       const int64_t slot = split * total_rows + row_number(rows, row);
@@ -478,23 +548,44 @@ class Forward {
   const Workspace space_;
 };
 
-}  // namespace
-
-Status plan_forward(const TileKernels& kernels, const tw_problem& problem, const Target& target, Plan* plan) {
-  const Cut cut(kernels, problem);
+Status plan_any(const TileKernels& kernels, const tw_problem& problem, const Target& target, bool direct, Plan* plan) {
+  const Cut cut(kernels, problem, direct);
   Workspace(kernels, problem, cut, nullptr, target.num_threads, &plan->workspace_bytes);
   plan->block_m = cut.block_m;
   plan->block_n = cut.block_n;
   plan->num_splits = cut.splits;
   plan->num_tasks = cut.tasks(problem);
   plan->config = concat("block ", cut.block_m, "x", cut.block_n, ", tile ", kStrip, "x", cut.panel, ", ",
-                        cut.prepack ? "K and V packed once" : "K and V packed block by block");
+                        cut.direct    ? "K and V read in place"
+                        : cut.prepack ? "K and V packed once"
+                                      : "K and V packed block by block");
   if (cut.splits > 1) plan->config += concat(", keys in parts of ", cut.split_length);
   return Status();
 }
 
+}  // namespace
+
+Status plan_forward(const TileKernels& kernels, const tw_problem& problem, const Target& target, Plan* plan) {
+  return plan_any(kernels, problem, target, false, plan);
+}
+
 Status run_forward(const TileKernels& kernels, const Plan& plan, const tw_tensors& tensors, void* workspace) {
-  Forward(kernels, plan, tensors, workspace).run();
+  Forward(kernels, plan, tensors, workspace, false).run();
+  return Status();
+}
+
+std::string refuse_decode(const tw_problem& problem) {
+  const int64_t rows = problem.seqlen_q * group_size(problem);
+  return rows <= kDirectRows ? ""
+                             : concat("seqlen_q * group = ", rows, " query rows per key head, takes at most ", kDirectRows);
+}
+
+Status plan_decode(const TileKernels& kernels, const tw_problem& problem, const Target& target, Plan* plan) {
+  return plan_any(kernels, problem, target, true, plan);
+}
+
+Status run_decode(const TileKernels& kernels, const Plan& plan, const tw_tensors& tensors, void* workspace) {
+  Forward(kernels, plan, tensors, workspace, true).run();
   return Status();
 }
 

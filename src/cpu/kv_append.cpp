@@ -34,7 +34,8 @@ void rotate(const tw_problem& p, const tw_tensors& t, const void* row, int32_t d
 }
 
 template <class Store>
-void rotate_row(const tw_problem& p, const tw_tensors& t, const void* row, int32_t dtype, int64_t position, Store&& store) {
+void rotate_row(const tw_problem& p, const tw_tensors& t, const void* row, int32_t dtype, int64_t position,
+                Store&& store) {
   if (dtype == TW_FLOAT64)
     rotate<double>(p, t, row, dtype, position, store);
   else
@@ -63,7 +64,8 @@ void query_row(const tw_problem& p, const tw_tensors& t, const Sequence& s, int6
   // Queries that see all keys alike stand at one position; with a diagonal, row i stands i further.
   const Mask mask = mask_of(p);
   const int64_t position = rotary_base(t, s) + (mask.left >= 0 || mask.right >= 0 ? i : 0);
-  rotate_row(p, t, row, dtype, position, [&](int64_t c, double value) { out[c] = static_cast<Out>(round_to(dtype, value)); });
+  rotate_row(p, t, row, dtype, position,
+             [&](int64_t c, double value) { out[c] = static_cast<Out>(round_to(dtype, value)); });
 }
 
 }  // namespace
@@ -83,8 +85,10 @@ void append_kv(const tw_problem& p, const tw_tensors& t) {
           rotate_row(p, t, k_row, k_new.dtype, rotary_base(t, s) + n,
                      [&](int64_t c, double value) { store_element(k.data, k.dtype, k_at + c, value); });
         else  // bit for bit
-          std::memcpy(const_cast<char*>(element(k, k_at)), k_row, static_cast<size_t>(p.head_dim * dtype_size(k.dtype)));
-        std::memcpy(const_cast<char*>(element(v, v_at)), v_row, static_cast<size_t>(p.head_dim_v * dtype_size(v.dtype)));
+          std::memcpy(const_cast<char*>(element(k, k_at)), k_row,
+                      static_cast<size_t>(p.head_dim * dtype_size(k.dtype)));
+        std::memcpy(const_cast<char*>(element(v, v_at)), v_row,
+                    static_cast<size_t>(p.head_dim_v * dtype_size(v.dtype)));
       }
   }
 }

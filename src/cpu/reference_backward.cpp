@@ -17,14 +17,20 @@ struct RowState {  // P_ij = exp(s_ij - max) / sum; a row without keys and sink 
   double *max, *sum, *delta;
 };
 
-struct Scratch {  // of one worker
+struct Scratch {                            // of one worker
   double *q, *k, *v, *dout, *dq, *dk, *dv;  // a row each
   double *capped, *p, *dp;                  // per key
 
   Scratch(Arena& arena, const tw_problem& problem)
-      : q(arena.take(problem.head_dim)), k(arena.take(problem.head_dim)), v(arena.take(problem.head_dim_v)),
-        dout(arena.take(problem.head_dim_v)), dq(arena.take(problem.head_dim)), dk(arena.take(problem.head_dim)),
-        dv(arena.take(problem.head_dim_v)), capped(arena.take(problem.seqlen_k)), p(arena.take(problem.seqlen_k)),
+      : q(arena.take(problem.head_dim)),
+        k(arena.take(problem.head_dim)),
+        v(arena.take(problem.head_dim_v)),
+        dout(arena.take(problem.head_dim_v)),
+        dq(arena.take(problem.head_dim)),
+        dk(arena.take(problem.head_dim)),
+        dv(arena.take(problem.head_dim_v)),
+        capped(arena.take(problem.seqlen_k)),
+        p(arena.take(problem.seqlen_k)),
         dp(arena.take(problem.seqlen_k)) {}
 };
 
@@ -56,9 +62,9 @@ struct BiasSums {
   }
 };
 
-struct Memory {  // the workspace
-  RowState rows;               // [num_heads_q, query_rows] each
-  double *dalibi, *dsink;      // [batch, num_heads_q]
+struct Memory {            // the workspace
+  RowState rows;           // [num_heads_q, query_rows] each
+  double *dalibi, *dsink;  // [batch, num_heads_q]
   BiasSums dbias;
   double* per_worker;
   int64_t worker_size;
@@ -82,13 +88,18 @@ int64_t row_index(const tw_problem& p, const Sequence& s, int64_t i, int64_t h) 
   return h * query_rows(p) + (p.q_layout == TW_PACKED ? s.q_begin + i : s.batch * p.seqlen_q + i);
 }
 
-void row_gradients(const Call& call, const Sequence& s, int64_t h, int64_t i, const Memory& memory, const Scratch& scratch) {
+void row_gradients(const Call& call, const Sequence& s, int64_t h, int64_t i, const Memory& memory,
+                   const Scratch& scratch) {
   const tw_problem& p = call.p;
   const tw_tensors& t = call.t;
   const int64_t key_head = call.key_head(h), index = row_index(p, s, i, h);
   const KeyRange keys = call.mask.keys(i, s.seqlen_q, s.seqlen_k);
-  const auto load_key = [&](int64_t j) { load_row(*t.k, key_offset(p, t, *t.k, s, j, key_head), p.head_dim, scratch.k); };
-  const auto load_value = [&](int64_t j) { load_row(*t.v, key_offset(p, t, *t.v, s, j, key_head), p.head_dim_v, scratch.v); };
+  const auto load_key = [&](int64_t j) {
+    load_row(*t.k, key_offset(p, t, *t.k, s, j, key_head), p.head_dim, scratch.k);
+  };
+  const auto load_value = [&](int64_t j) {
+    load_row(*t.v, key_offset(p, t, *t.v, s, j, key_head), p.head_dim_v, scratch.v);
+  };
   load_row(*t.q, query_offset(p, *t.q, s, i, h), p.head_dim, scratch.q);
   load_row(*t.dout, query_offset(p, *t.dout, s, i, h), p.head_dim_v, scratch.dout);
 

@@ -32,14 +32,15 @@ inline void store_row(const tw_tensor& x, int64_t offset, int64_t n, const doubl
 }
 
 // Every element of a tensor of any strides.
-inline void fill(const tw_tensor& x, double value, int dim = 0, int64_t offset = 0) {
-  for (int64_t n = 0; n < x.shape[dim]; ++n) {
-    const int64_t at = offset + n * x.stride[dim];
-    if (dim + 1 == x.ndim)
-      store_element(x.data, x.dtype, at, value);
-    else
-      fill(x, value, dim + 1, at);
-  }
+inline void fill(const tw_tensor& x, double value) {
+  int64_t shape[TW_MAX_DIMS] = {1, 1, 1, 1}, stride[TW_MAX_DIMS] = {};
+  std::copy_n(x.shape, x.ndim, shape);
+  std::copy_n(x.stride, x.ndim, stride);
+  for (int64_t a = 0; a < shape[0]; ++a)
+    for (int64_t b = 0; b < shape[1]; ++b)
+      for (int64_t c = 0; c < shape[2]; ++c)
+        for (int64_t d = 0; d < shape[3]; ++d)
+          store_element(x.data, x.dtype, a * stride[0] + b * stride[1] + c * stride[2] + d * stride[3], value);
 }
 
 inline double dot(const double* a, const double* b, int64_t n) {

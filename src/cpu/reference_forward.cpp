@@ -14,7 +14,9 @@ struct Scratch {  // of one worker
   double *q, *row, *o, *s;
 
   Scratch(Arena& arena, const tw_problem& p)
-      : q(arena.take(p.head_dim)), row(arena.take(std::max(p.head_dim, p.head_dim_v))), o(arena.take(p.head_dim_v)),
+      : q(arena.take(p.head_dim)),
+        row(arena.take(std::max(p.head_dim, p.head_dim_v))),
+        o(arena.take(p.head_dim_v)),
         s(arena.take(p.seqlen_k)) {}
 };
 
@@ -97,7 +99,8 @@ void forward(const Plan& plan, const tw_tensors& t, void* workspace) {
       if (row_max > max_logit || std::isnan(row_max)) max_logit = row_max;
     }
     if (t.max_logit)
-      store_element(t.max_logit->data, TW_FLOAT32, s.batch * t.max_logit->stride[0] + h * t.max_logit->stride[1], max_logit);
+      store_element(t.max_logit->data, TW_FLOAT32, s.batch * t.max_logit->stride[0] + h * t.max_logit->stride[1],
+                    max_logit);
     if (t.dropout_mask) write_dropout_mask(call, s, h);
   });
 }

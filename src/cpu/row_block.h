@@ -14,13 +14,16 @@ namespace tilewise {
 typedef float Float4 __attribute__((vector_size(16)));
 typedef float Float8 __attribute__((vector_size(32)));
 typedef float Float16 __attribute__((vector_size(64)));
+typedef double Double4 __attribute__((vector_size(32)));
+typedef double Double8 __attribute__((vector_size(64)));
+typedef double Double16 __attribute__((vector_size(128)));
 typedef int32_t Int4 __attribute__((vector_size(16)));
 typedef int32_t Int8 __attribute__((vector_size(32)));
 typedef int32_t Int16 __attribute__((vector_size(64)));
 
 // Maximum (NaN aside) of n floats, and exp(value - base) in place with the sum of it; n is a multiple of 16. One body,
 // compiled for each vector length.
-template <class Float, class Int>
+template <class Float, class Double, class Int>
 struct VectorRow {
   static constexpr int kLanes = sizeof(Float) / sizeof(float);
 
@@ -36,16 +39,20 @@ struct VectorRow {
   }
 
   static TW_ALWAYS_INLINE double exponentiate(float* values, int64_t n, float base) {
-    Float sum = {}, x;
-    for (int64_t k = 0; k < n; k += kLanes) {
-      std::memcpy(&x, values + k, sizeof x);
-      x = x - base;
-      exp_in_place<Float, Int>(x);
-      std::memcpy(values + k, &x, sizeof x);
-      sum += x;
+    Double sum = {};
+    for (int64_t begin = 0; begin < n; begin += 16 * kLanes) {  // a float32 sum has 16 terms: its error is small
+      Float part = {}, x;
+      for (int64_t k = begin; k < std::min(n, begin + 16 * kLanes); k += kLanes) {
+        std::memcpy(&x, values + k, sizeof x);
+        x = x - base;
+        exp_in_place<Float, Int>(x);
+        std::memcpy(values + k, &x, sizeof x);
+        part += x;
+      }
+      sum += __builtin_convertvector(part, Double);
     }
     double total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += static_cast<double>(sum[lane]);
+    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
     return total;
   }
 };
@@ -55,28 +62,32 @@ struct RowFunctions {
   double (*exponentiate)(float* values, int64_t n, float base);
 };
 
-inline float row_max_16(const float* values, int64_t n) { return VectorRow<Float4, Int4>::max(values, n); }
-inline double exponentiate_16(float* values, int64_t n, float base) { return VectorRow<Float4, Int4>::exponentiate(values, n, base); }
+using VectorRow4 = VectorRow<Float4, Double4, Int4>;
+using VectorRow8 = VectorRow<Float8, Double8, Int8>;
+using VectorRow16 = VectorRow<Float16, Double16, Int16>;
+
+inline float row_max_4(const float* values, int64_t n) { return VectorRow4::max(values, n); }
+inline double exponentiate_4(float* values, int64_t n, float base) { return VectorRow4::exponentiate(values, n, base); }
 
 #if defined(__x86_64__)
 #define TW_TARGET_AVX2 __attribute__((target("avx2,fma")))
 #define TW_TARGET_AVX512 __attribute__((target("avx512f,avx512dq,fma")))
-TW_TARGET_AVX2 inline float row_max_32(const float* values, int64_t n) { return VectorRow<Float8, Int8>::max(values, n); }
-TW_TARGET_AVX2 inline double exponentiate_32(float* values, int64_t n, float base) {
-  return VectorRow<Float8, Int8>::exponentiate(values, n, base);
+TW_TARGET_AVX2 inline float row_max_8(const float* values, int64_t n) { return VectorRow8::max(values, n); }
+TW_TARGET_AVX2 inline double exponentiate_8(float* values, int64_t n, float base) {
+  return VectorRow8::exponentiate(values, n, base);
 }
-TW_TARGET_AVX512 inline float row_max_64(const float* values, int64_t n) { return VectorRow<Float16, Int16>::max(values, n); }
-TW_TARGET_AVX512 inline double exponentiate_64(float* values, int64_t n, float base) {
-  return VectorRow<Float16, Int16>::exponentiate(values, n, base);
+TW_TARGET_AVX512 inline float row_max_16(const float* values, int64_t n) { return VectorRow16::max(values, n); }
+TW_TARGET_AVX512 inline double exponentiate_16(float* values, int64_t n, float base) {
+  return VectorRow16::exponentiate(values, n, base);
 }
 #endif
 
 inline RowFunctions choose_row_functions() {  // for this machine
 #if defined(__x86_64__)
-  if (has_isa(Isa::kAvx512)) return {row_max_64, exponentiate_64};
-  if (has_isa(Isa::kAvx2)) return {row_max_32, exponentiate_32};
+  if (has_isa(Isa::kAvx512)) return {row_max_16, exponentiate_16};
+  if (has_isa(Isa::kAvx2)) return {row_max_8, exponentiate_8};
 #endif
-  return {row_max_16, exponentiate_16};
+  return {row_max_4, exponentiate_4};
 }
 
 inline float row_max(const RowFunctions& row, const float* values, int64_t n) { return row.max(values, n); }
@@ -137,9 +148,15 @@ struct RowBlock {
     const auto as_float = [](Real value) { return static_cast<float>(value); };
     switch (y.dtype) {
       case TW_FLOAT32: convert(static_cast<float*>(y.data), as_float); break;
-      case TW_FLOAT64: convert(static_cast<double*>(y.data), [](Real value) { return static_cast<double>(value); }); break;
-      case TW_FLOAT16: convert(static_cast<uint16_t*>(y.data), [&](Real value) { return float_to_f16(as_float(value)); }); break;
-      default: convert(static_cast<uint16_t*>(y.data), [&](Real value) { return float_to_bf16(as_float(value)); }); break;
+      case TW_FLOAT64:
+        convert(static_cast<double*>(y.data), [](Real value) { return static_cast<double>(value); });
+        break;
+      case TW_FLOAT16:
+        convert(static_cast<uint16_t*>(y.data), [&](Real value) { return float_to_f16(as_float(value)); });
+        break;
+      default:
+        convert(static_cast<uint16_t*>(y.data), [&](Real value) { return float_to_bf16(as_float(value)); });
+        break;
     }
   }
 

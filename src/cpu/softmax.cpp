@@ -29,14 +29,15 @@ Status check(const char* name, const tw_tensor& x, bool output, const int64_t* s
   if (float32_only ? x.dtype != TW_FLOAT32 : !is_float(x.dtype))
     return invalid(name, ": dtype ", dtype_name(x.dtype), ", must be ", float32_only ? "f32" : "f32, f16, bf16 or f64");
   if (x.ndim < 1 || x.ndim > TW_MAX_DIMS) return invalid(name, ": ndim ", x.ndim, ", must be 1 to ", TW_MAX_DIMS);
-  int64_t count = 1;
+  bool any = true;  // elements
   for (int n = 0; n < x.ndim; ++n) {
     if (x.shape[n] < 0) return invalid(name, ": shape ", shape_text(x.shape, x.ndim), ", must not be negative");
-    count *= x.shape[n] != 0;
-    if (output && x.shape[n] > 1 && x.stride[n] == 0)
-      return invalid(name, ": stride 0 in dimension ", n, " of ", x.shape[n], " elements, must not be 0 in an output");
+    any &= x.shape[n] != 0;
   }
-  if (count != 0 && x.data == nullptr) return invalid(name, ": data is NULL, must point to ", shape_text(x.shape, x.ndim));
+  if (any && x.data == nullptr) return invalid(name, ": data is NULL, must point to ", shape_text(x.shape, x.ndim));
+  for (int n = 0; n < x.ndim; ++n)
+    if (any && output && x.shape[n] > 1 && x.stride[n] == 0)
+      return invalid(name, ": stride 0 in dimension ", n, " of ", x.shape[n], " elements, must not be 0 in an output");
   if (shape != nullptr && (x.ndim != ndim || !std::equal(shape, shape + ndim, x.shape)))
     return invalid(name, ": shape ", shape_text(x.shape, x.ndim), ", must be ", shape_text(shape, ndim));
   return Status();
@@ -88,9 +89,10 @@ Status softmax(const tw_tensor& x, tw_tensor& y, tw_tensor* lse, int num_threads
   const int rows_ndim = x.ndim - 1;  // 0: one row, and lse has a single element
   const int64_t one = 1;
   if (lse) TW_RETURN_IF_ERROR(check("lse", *lse, true, rows_ndim ? x.shape : &one, rows_ndim ? rows_ndim : 1, true));
-  if (x.data == y.data && x.data != nullptr && (x.dtype != y.dtype || !std::equal(x.stride, x.stride + x.ndim, y.stride)))
-    return invalid("y: the same memory as x with another dtype or other strides, must have x's dtype ", dtype_name(x.dtype),
-                   " and strides to work in place");
+  if (x.data == y.data && x.data != nullptr &&
+      (x.dtype != y.dtype || !std::equal(x.stride, x.stride + x.ndim, y.stride)))
+    return invalid("y: the same memory as x with another dtype or other strides, must have x's dtype ",
+                   dtype_name(x.dtype), " and strides to work in place");
 
   int64_t num_rows = 1;
   for (int n = 0; n < rows_ndim; ++n) num_rows *= x.shape[n];
@@ -98,7 +100,8 @@ Status softmax(const tw_tensor& x, tw_tensor& y, tw_tensor* lse, int num_threads
   parallel_for(executor, num_threads, (num_rows + rows_per_task - 1) / rows_per_task, [&](int64_t task, int) {
     const int64_t end = std::min(num_rows, (task + 1) * rows_per_task);
     for (int64_t r = task * rows_per_task; r < end; ++r) {
-      const int64_t x_offset = row_offset(x.shape, x.stride, rows_ndim, r), y_offset = row_offset(x.shape, y.stride, rows_ndim, r);
+      const int64_t x_offset = row_offset(x.shape, x.stride, rows_ndim, r),
+                    y_offset = row_offset(x.shape, y.stride, rows_ndim, r);
       const float row_lse = x.dtype == TW_FLOAT64 ? softmax_row<double>(x, x_offset, y, y_offset)
                                                   : softmax_row<float>(x, x_offset, y, y_offset);
       if (lse) static_cast<float*>(lse->data)[row_offset(x.shape, lse->stride, rows_ndim, r)] = row_lse;
@@ -135,7 +138,8 @@ Status merge_states(tw_tensor& o, tw_tensor& lse, const tw_tensor& o_other, cons
         for (int64_t c = 0; c < dim; ++c) {  // an empty part takes no part at all: its o may hold anything
           const float mine = empty ? 0 : static_cast<float>(load_element(o.data, o.dtype, at + c * stride));
           const float other =
-              empty_other ? 0 : static_cast<float>(load_element(o_other.data, o_other.dtype, at_other + c * stride_other));
+              empty_other ? 0
+                          : static_cast<float>(load_element(o_other.data, o_other.dtype, at_other + c * stride_other));
           const float sum = empty ? other : merged.weight_a * mine + merged.weight_b * other;
           store_element(o.data, o.dtype, at + c * stride, sum);
         }
@@ -163,8 +167,8 @@ Status Accumulator::push(const tw_tensor& scores, const tw_tensor* values) {
   const int64_t scores_shape[2] = {num_rows_, n};
   TW_RETURN_IF_ERROR(check("scores", scores, false, scores_shape, 2));
   if ((values != nullptr) != (value_dim_ > 0))
-    return invalid("values: ", values ? "given" : "NULL", ", must be ", value_dim_ > 0 ? "given" : "NULL", " with value_dim ",
-                   value_dim_);
+    return invalid("values: ", values ? "given" : "NULL", ", must be ", value_dim_ > 0 ? "given" : "NULL",
+                   " with value_dim ", value_dim_);
   const bool per_row = values && values->ndim == 3;
   if (values) {
     const int64_t values_shape[3] = {num_rows_, n, value_dim_};
@@ -189,7 +193,8 @@ Status Accumulator::push(const tw_tensor& scores, const tw_tensor* values) {
         const int64_t* stride = values->stride + per_row;
         const int64_t at = (per_row ? r * values->stride[0] : 0) + (begin + k) * stride[0];
         for (int64_t c = 0; c < value_dim_; ++c)
-          sums[c] += static_cast<double>(block.values[k]) * load_element(values->data, values->dtype, at + c * stride[1]);
+          sums[c] +=
+              static_cast<double>(block.values[k]) * load_element(values->data, values->dtype, at + c * stride[1]);
       }
     }
   }
@@ -197,7 +202,8 @@ Status Accumulator::push(const tw_tensor& scores, const tw_tensor* values) {
 }
 
 Status Accumulator::merge(const Accumulator& from) {
-  if (from.num_rows_ != num_rows_) return invalid("from: num_rows ", from.num_rows_, ", must be ", num_rows_, " as in into");
+  if (from.num_rows_ != num_rows_)
+    return invalid("from: num_rows ", from.num_rows_, ", must be ", num_rows_, " as in into");
   if (from.value_dim_ != value_dim_)
     return invalid("from: value_dim ", from.value_dim_, ", must be ", value_dim_, " as in into");
   for (int64_t r = 0; r < num_rows_; ++r) {

@@ -8,11 +8,12 @@
 
 namespace tilewise {
 
-Status softmax(const tw_tensor& x, tw_tensor& y, tw_tensor* lse, int num_threads, const tw_executor* executor = nullptr);
+Status softmax(const tw_tensor& x, tw_tensor& y, tw_tensor* lse, int num_threads,
+               const tw_executor* executor = nullptr);
 Status merge_states(tw_tensor& o, tw_tensor& lse, const tw_tensor& o_other, const tw_tensor& lse_other);
 
-// Per row: running maximum, running sum, running weighted sum of value vectors. Logits and weights are float32; the sums
-// are float64, because a float32 sum stands still after 2^24 equal logits, and a stream may be longer.
+// Per row: running maximum, running sum, running weighted sum of value vectors. Logits and weights are float32; the
+// sums are float64, because a float32 sum stands still after 2^24 equal logits, and a stream may be longer.
 class Accumulator {
  public:
   static Status create(int64_t num_rows, int64_t value_dim, std::unique_ptr<Accumulator>* out);

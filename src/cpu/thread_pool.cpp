@@ -21,7 +21,8 @@ namespace tilewise {
 namespace {
 
 constexpr int kMaxWorkers = 1024;
-constexpr auto kSpin = std::chrono::microseconds(20);  // an idle thread watches for the next call this long, then sleeps
+constexpr auto kSpin =
+    std::chrono::microseconds(20);  // an idle thread watches for the next call this long, then sleeps
 
 thread_local bool inside_task = false;  // a call from within a task runs in place
 
@@ -53,8 +54,9 @@ void run_in_place(int64_t num_tasks, tw_task task, void* context) {
   inside_task = outer;
 }
 
-// Threads take part in a job by joining it under the mutex, which hands out the worker number. The caller closes the job
-// once the indices have run out and waits only for those who joined: a thread that the system wakes late delays nobody.
+// Threads take part in a job by joining it under the mutex, which hands out the worker number. The caller closes the
+// job once the indices have run out and waits only for those who joined: a thread that the system wakes late delays
+// nobody.
 class Pool {
  public:
   // False if another caller has the pool.
@@ -147,8 +149,8 @@ class Pool {
 
   std::atomic<bool> busy_ = false;
   std::atomic<bool> stop_ = false;
-  std::atomic<uint64_t> generation_ = 0;  // counts jobs
-  std::atomic<int> active_ = 0;           // threads at work on the job, the caller aside
+  std::atomic<uint64_t> generation_ = 0;       // counts jobs
+  std::atomic<int> active_ = 0;                // threads at work on the job, the caller aside
   alignas(64) std::atomic<int64_t> next_ = 0;  // written for every task: a cache line of its own
 
   alignas(64) std::mutex mutex_;  // guards what follows, and the changes of what precedes
@@ -173,9 +175,9 @@ Pool& pool() {
   return *existing;
 }
 
-// Loading and unloading of the library. A forked child has none of the threads and may have found the mutex locked, so it
-// leaves the old pool alone and starts afresh; a library that is unloaded, or a process that ends, waits for its threads.
-// The pool itself stays allocated, for a caller that is still inside when the process ends.
+// Loading and unloading of the library. A forked child has none of the threads and may have found the mutex locked, so
+// it leaves the old pool alone and starts afresh; a library that is unloaded, or a process that ends, waits for its
+// threads. The pool itself stays allocated, for a caller that is still inside when the process ends.
 struct Lifetime {
   Lifetime() {
     pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr, std::memory_order_relaxed); });
@@ -185,7 +187,8 @@ struct Lifetime {
   }
 } lifetime;
 
-// The positive number that an environment variable holds, else 0. A list ("4,2", nested levels of OpenMP) counts by its head.
+// The positive number that an environment variable holds, else 0. A list ("4,2", nested levels of OpenMP) counts by its
+// head.
 int number_in_environment(const char* name) {
   const char* text = std::getenv(name);
   if (text == nullptr) return 0;
@@ -198,7 +201,8 @@ int number_in_environment(const char* name) {
   return std::min(value, kMaxWorkers);
 }
 
-// Cores that control group v2 grants this process, rounded up; 0 = no limit. The tightest level of the hierarchy counts.
+// Cores that control group v2 grants this process, rounded up; 0 = no limit. The tightest level of the hierarchy
+// counts.
 int cpu_quota() {
   std::string path;
   std::ifstream groups("/proc/self/cgroup");
@@ -208,7 +212,8 @@ int cpu_quota() {
   for (;;) {
     std::ifstream file("/sys/fs/cgroup" + path + "/cpu.max");  // "max 100000" or "150000 100000", in microseconds
     double quota = 0, period = 0;
-    if (file >> quota >> period && quota > 0 && period > 0 && (cores == 0 || quota / period < cores)) cores = quota / period;
+    if (file >> quota >> period && quota > 0 && period > 0 && (cores == 0 || quota / period < cores))
+      cores = quota / period;
     if (path.empty() || path[0] != '/' || path == "/") break;
     path.resize(path.find_last_of('/'));
   }
@@ -232,7 +237,8 @@ int cores_by_affinity() {
 int default_num_threads() {
   for (const char* name : {"TILEWISE_NUM_THREADS", "OMP_NUM_THREADS"})
     if (const int number = number_in_environment(name); number > 0) return number;
-  static const int quota = cpu_quota();  // files are slow to read, so once; affinity may change and costs one system call
+  static const int quota =
+      cpu_quota();  // files are slow to read, so once; affinity may change and costs one system call
   const int cores = std::min(cores_by_affinity(), kMaxWorkers);
   return quota > 0 ? std::min(quota, cores) : cores;
 }

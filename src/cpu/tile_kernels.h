@@ -100,6 +100,12 @@ void product_tile(const ProductTile& t) {
 
 template <int MR, int NV, class S, class V>
 TW_INLINE void raw_logits(const LogitTile& t, V (&acc)[MR][NV]) {
+  if (t.k == nullptr) {
+    unroll<MR>([&](auto r) TW_LAMBDA {
+      unroll<NV>([&](auto j) TW_LAMBDA { acc[r][j] = S::load(t.q + r * t.ldq + S::kLanes * j); });
+    });
+    return;
+  }
   unroll<MR>([&](auto r) TW_LAMBDA { unroll<NV>([&](auto j) TW_LAMBDA { acc[r][j] = S::zero(); }); });
   multiply<MR, NV, S>(t.q, t.ldq, 1, t.k, S::kLanes * S::kPanelVectors, t.steps, acc);
 }
@@ -475,6 +481,86 @@ float dot_rows(const void* a, const void* b, int64_t n, int32_t dtype) {
   return S::reduce_add(sum);
 }
 
+// ---- direct: few query rows, unpacked keys ----------------------------------------------------------------------------
+
+template <class S, class F>
+TW_INLINE void with_dtype(int32_t dtype, F&& f) {
+  if (dtype == TW_FLOAT32)
+    f(std::integral_constant<int32_t, TW_FLOAT32>{});
+  else if (dtype == TW_BFLOAT16)
+    f(std::integral_constant<int32_t, TW_BFLOAT16>{});
+  else
+    f(std::integral_constant<int32_t, TW_FLOAT16>{});
+}
+
+// One vector of keys at a time: a dot product per key and row, summed across lanes by a transpose.
+template <class S, int MR>
+void direct_scores(const DirectTile& t) {
+  with_dtype<S>(t.dtype, [&](auto dtype) TW_LAMBDA {
+    constexpr int64_t kSize = dtype() == TW_FLOAT32 ? 4 : 2;
+    for (int64_t key = 0; key < t.n; key += S::kLanes) {
+      typename S::V part[MR][S::kLanes];
+      for (int x = 0; x < S::kLanes; ++x) {
+        const void* row = t.keys[key + x];
+        const char* ahead = static_cast<const char*>(t.keys[key + S::kLanes < t.n ? key + S::kLanes + x : key + x]);
+        typename S::V acc[MR];
+        unroll<MR>([&](auto r) TW_LAMBDA { acc[r] = S::zero(); });
+        for (int64_t c = 0; c < t.head_dim; c += S::kLanes) {
+          __builtin_prefetch(ahead + c * kSize);
+          const auto k = load_elements<S>(row, c, t.head_dim, dtype());
+          unroll<MR>([&](auto r) TW_LAMBDA { acc[r] = S::fma(S::load(t.a + r * t.lda + c), k, acc[r]); });
+        }
+        unroll<MR>([&](auto r) TW_LAMBDA { part[r][x] = acc[r]; });
+      }
+      unroll<MR>([&](auto r) TW_LAMBDA {
+        S::transpose(part[r]);
+        for (int half = S::kLanes / 2; half > 0; half /= 2)
+          for (int x = 0; x < half; ++x) part[r][x] = S::add(part[r][x], part[r][x + half]);
+        S::store(t.c + r * t.ldc + key, part[r][0]);
+      });
+    }
+  });
+}
+
+template <class S, int MR, int NV>
+TW_INLINE void direct_value_columns(const DirectTile& t, int64_t c) {
+  with_dtype<S>(t.dtype, [&](auto dtype) TW_LAMBDA {
+    typename S::V acc[MR][NV];
+    unroll<MR>([&](auto r) TW_LAMBDA {
+      unroll<NV>([&](auto j) TW_LAMBDA { acc[r][j] = S::load(t.c + r * t.ldc + c + S::kLanes * j); });
+    });
+    for (int64_t key = 0; key < t.n; ++key) {
+      typename S::V v[NV];
+      unroll<NV>([&](auto j) TW_LAMBDA {
+        v[j] = load_elements<S>(t.keys[key], c + S::kLanes * j, t.head_dim, dtype());
+      });
+      unroll<MR>([&](auto r) TW_LAMBDA {
+        const auto p = S::set1(t.a[r * t.lda + key]);
+        unroll<NV>([&](auto j) TW_LAMBDA { acc[r][j] = S::fma(p, v[j], acc[r][j]); });
+      });
+    }
+    unroll<MR>([&](auto r) TW_LAMBDA {
+      unroll<NV>([&](auto j) TW_LAMBDA { S::store(t.c + r * t.ldc + c + S::kLanes * j, acc[r][j]); });
+    });
+  });
+}
+
+template <class S, int MR>
+void direct_values(const DirectTile& t) {
+  constexpr int kPanel = S::kLanes * S::kPanelVectors;
+  int64_t c = 0;
+  for (; c + kPanel <= t.head_dim; c += kPanel) direct_value_columns<S, MR, S::kPanelVectors>(t, c);
+  for (; c < t.head_dim; c += S::kLanes) direct_value_columns<S, MR, 1>(t, c);
+}
+
+template <class S>
+bool any_nonfinite(const void* const* rows, int64_t n, int64_t head_dim, int32_t dtype) {
+  FiniteCheck<S> check;
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t c = 0; c < head_dim; c += S::kLanes) check.see(load_elements<S>(rows[r], c, head_dim, dtype));
+  return check.found_nonfinite();
+}
+
 // ---- dropout -------------------------------------------------------------------------------------------------------
 
 // The 32 draws of a 16 x 32 block side by side: draw (g, t) is lane 4 g + t. Loops that compilers vectorise.
@@ -540,6 +626,13 @@ constexpr TileKernels make_tiles(Isa isa) {
     k.gradient[0][j] = gradient_tile<S, j + 1, false>;
     k.gradient[1][j] = gradient_tile<S, j + 1, true>;
   });
+  if constexpr (!S::kPairs) {
+    unroll<kRowVariants>([&](auto m) {
+      k.direct_scores[m] = direct_scores<S, kRows[m]>;
+      k.direct_values[m] = direct_values<S, kRows[m]>;
+    });
+    k.any_nonfinite = any_nonfinite<S>;
+  }
   k.pack_rows = pack_rows<S>;
   k.pack_keys = pack_keys<S>;
   k.pack_values = pack_values<S>;

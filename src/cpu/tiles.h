@@ -29,9 +29,9 @@ constexpr int row_variant(int64_t rows) { return rows <= 1 ? 0 : rows <= 2 ? 1 :
 
 // What turns a raw product q.k into a logit, for one strip and one panel. Base-2 logits throughout.
 struct LogitTile {
-  const float* q;    // [rows, steps]
+  const float* q;    // [rows, steps]; without k: the products q.k themselves, [rows, panel]
   int64_t ldq;
-  const float* k;    // [steps, panel]
+  const float* k;    // [steps, panel] or nullptr
   int64_t steps;
   float post;        // exponent = (t - max) * post; 1 unless q could not be scaled beforehand (pairs)
   // The general variant only:
@@ -108,6 +108,18 @@ struct ProductTile {
   int64_t ldc;
 };
 
+// Few query rows against rows of K or V where they lie, unpacked: for decoding, where every key is read once.
+struct DirectTile {
+  const void* const* keys;  // [n] rows of K or V
+  int64_t n;
+  int64_t head_dim;
+  int32_t dtype;
+  const float* a;           // scores: q [rows, lda], zero past head_dim.  values: P [rows, lda]
+  int64_t lda;
+  float* c;                 // scores: products [rows, ldc], n rounded up to whole vectors.  values: O [rows, ldc], added to
+  int64_t ldc;
+};
+
 struct TileKernels {
   Isa isa;
   bool pairs;
@@ -122,6 +134,11 @@ struct TileKernels {
   void (*gradient[2][kMaxPanelVectors])(const GradientTile&);
   // [step_stride != 1][row_variant][vectors - 1]
   void (*product[2][kRowVariants][kMaxPanelVectors])(const ProductTile&);
+
+  // [row_variant]; `keys` of direct_scores is padded to whole vectors. float32 arithmetic; nullptr with pairs.
+  void (*direct_scores[kRowVariants])(const DirectTile&);
+  void (*direct_values[kRowVariants])(const DirectTile&);
+  bool (*any_nonfinite)(const void* const* rows, int64_t n, int64_t head_dim, int32_t dtype);
 
   // Rows come as pointers (nullptr = zeros), so that strides, pages and padding end here. Each returns true if a value was
   // inf or NaN. `dtype` is a tw_dtype; head_dim in elements.
