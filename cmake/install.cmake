@@ -12,5 +12,7 @@ configure_package_config_file(cmake/TilewiseConfig.cmake.in ${PROJECT_BINARY_DIR
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/TilewiseConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/TilewiseConfig.cmake ${PROJECT_BINARY_DIR}/TilewiseConfigVersion.cmake
         DESTINATION ${package_dir})
+# Relative to the .pc file, so that `cmake --install --prefix` elsewhere stays right.
+file(RELATIVE_PATH pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(cmake/tilewise.pc.in ${PROJECT_BINARY_DIR}/tilewise.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/tilewise.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
