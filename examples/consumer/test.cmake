@@ -24,7 +24,7 @@ endif()
 file(GLOB_RECURSE pc_file ${prefix}/tilewise.pc)
 cmake_path(GET pc_file PARENT_PATH pc_dir)
 set(ENV{PKG_CONFIG_PATH} ${pc_dir})
-execute_process(COMMAND ${pkg_config} --define-variable=prefix=${prefix} --cflags --libs tilewise OUTPUT_VARIABLE flags
+execute_process(COMMAND ${pkg_config} --cflags --libs tilewise OUTPUT_VARIABLE flags
                 OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 separate_arguments(flags UNIX_COMMAND "${flags}")
 separate_arguments(cxx_flags UNIX_COMMAND "${CXX_FLAGS}")

@@ -29,6 +29,7 @@ namespace tilewise {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kMaxBlockN = 256;
 constexpr int64_t kPackChunk = 256;        // keys per packing task
 constexpr int64_t kSplitLength = 1024;     // keys per part when the plan splits by itself: independent of the capacity
 constexpr int64_t kDirectRows = 12;        // query rows per key head up to which reading K and V in place beats packing them
@@ -57,7 +58,7 @@ struct Cut {
     dv_columns = round_up(std::max<int64_t>(p.head_dim_v, 1), lanes);
     v_panels = divide_up(dv_columns, panel);
     // A panel of keys (64 x d floats) and the block's P and O stay in L2; 256 columns amortise the pass over O.
-    block_n = std::max(p.head_dim, p.head_dim_v) > 128 ? 128 : 256;
+    block_n = std::max(p.head_dim, p.head_dim_v) > 128 ? 128 : kMaxBlockN;
     row_lanes = k.pairs ? block_n / 2 : block_n;
 
     const int64_t rows = p.seqlen_q * group;
@@ -112,7 +113,7 @@ struct Workspace {
   float* v;
   int32_t* v_nonfinite;    // [b, hk]
   float* partial_o;        // [splits, rows, dv_columns]
-  float* partial_lse;      // [splits, rows], base 2
+  double* partial_lse;     // [splits, rows], base 2
   float* row_max;          // [splits, rows], base 2, for max_logit
   char* scratch;
   int64_t scratch_bytes;
@@ -124,7 +125,7 @@ struct Workspace {
     v = arena.take<float>(c.prepack ? p.num_heads_k * v_panel_stride(kernels, c) * c.v_panels : 0);
     v_nonfinite = arena.take<int32_t>(p.batch * p.num_heads_k);
     partial_o = arena.take<float>(c.splits > 1 ? c.splits * rows * c.dv_columns : 0);
-    partial_lse = arena.take<float>(c.splits > 1 ? c.splits * rows : 0);
+    partial_lse = arena.take<double>(c.splits > 1 ? c.splits * rows : 0);
     row_max = arena.take<float>(has(p, TW_HAS_MAX_LOGIT) ? c.splits * rows : 0);
     const int64_t before = arena.used();
     scratch = arena.take<char>(0);
@@ -424,20 +425,23 @@ class Forward {
       tile.c = s.o + r * cut_.dv_columns;
       tile.ldc = cut_.dv_columns;
       if (visible_only)
-        direct_values_visible(tile, strip);
+        direct_values_visible(tile, strip, s);
       else
         kernels_.direct_values[row_variant(strip)](tile);
     }
   }
 
-  static void direct_values_visible(const DirectTile& t, int64_t rows) {
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t j = 0; j < t.n; ++j) {
-        const float p = t.a[r * t.lda + j];
-        if (std::signbit(p)) continue;  // marked as masked
-        for (int64_t c = 0; c < t.head_dim; ++c)
-          t.c[r * t.ldc + c] += p * static_cast<float>(load_element(t.keys[j], t.dtype, c));
-      }
+  // Row by row, with zeros for the keys that the row's probabilities mark as masked.
+  void direct_values_visible(const DirectTile& tile, int64_t rows, const Scratch& s) const {
+    const void* keys[kMaxBlockN];
+    for (int64_t r = 0; r < rows; ++r) {
+      DirectTile row = tile;
+      row.a += r * tile.lda;
+      row.c += r * tile.ldc;
+      row.keys = keys;
+      for (int64_t j = 0; j < tile.n; ++j) keys[j] = std::signbit(row.a[j]) ? s.zero_row : tile.keys[j];
+      kernels_.direct_values[0](row);
+    }
   }
 
   // Normalises the block's rows and stores them: to o and lse, or as a part to be combined.
@@ -449,7 +453,7 @@ class Forward {
       for (int64_t lane = 0; lane < cut_.lanes; ++lane) sum += s.sum[r * cut_.lanes + lane];
       const bool empty = s.limit[r] == -kInfinity && sum == 0;  // saw no key
       const float max = empty ? -kInfinity : std::isnan(sum) ? sum : s.max[r] * rules_.post;
-      const float lse = empty ? -kInfinity : max + std::log2(sum);
+      const double lse = empty ? -kInfinity : static_cast<double>(s.max[r]) * rules_.post + std::log2(static_cast<double>(sum));
       float* o = s.o + r * cut_.dv_columns;
       const int64_t slot = split * total_rows + row_number(rows, row);
       if (t_.max_logit != nullptr) space_.row_max[slot] = max;
@@ -464,14 +468,14 @@ class Forward {
   }
 
   // o * factor is the softmax-weighted sum, lse its log-sum-exp in base 2; the sink joins here, once per row.
-  void store(const HeadRows& rows, int64_t row, const float* o, float factor, float lse) {
+  void store(const HeadRows& rows, int64_t row, const float* o, float factor, double lse) {
     if (t_.sink != nullptr) {
       const double sink = kLog2E * static_cast<const float*>(t_.sink->data)[rows.head(row) * t_.sink->stride[0]];
-      const double max = std::max<double>(lse, sink);
+      const double max = std::max(lse, sink);
       if (max > -kInfinity) {
         const double own = std::exp2(lse - max), total = own + std::exp2(sink - max);
         factor = static_cast<float>(factor * (own / total));
-        lse = static_cast<float>(max + std::log2(total));
+        lse = max + std::log2(total);
       }
     }
     if (rules_.dropout.active()) factor *= rules_.dropout.scale;
@@ -501,20 +505,20 @@ class Forward {
   void combine_row(const HeadRows& rows, int64_t row, float* o) {
     const int64_t total_rows = query_rows(p_) * p_.num_heads_q, number = row_number(rows, row);
     const auto part_lse = [&](int64_t split) { return space_.partial_lse[split * total_rows + number]; };
-    float max = -kInfinity;
+    double max = -kInfinity;
     for (int64_t split = 0; split < cut_.splits; ++split) max = std::max(max, part_lse(split));
     std::fill(o, o + cut_.dv_columns, 0.0f);
     double sum = 0;
     for (int64_t split = 0; split < cut_.splits; ++split) {
-      const float lse = part_lse(split);
+      const double lse = part_lse(split);
       if (lse == -kInfinity) continue;  // empty part
-      const double weight = std::exp2(static_cast<double>(lse) - max);  // NaN in any part reaches the sum
+      const double weight = std::exp2(lse - max);  // NaN in any part reaches the sum
       sum += weight;
       const float* part = space_.partial_o + (split * total_rows + number) * cut_.dv_columns;
       for (int64_t c = 0; c < cut_.dv_columns; ++c) o[c] += static_cast<float>(weight) * part[c];
     }
     const bool empty = sum == 0;
-    store(rows, row, o, empty ? 0 : static_cast<float>(1 / sum), empty ? -kInfinity : static_cast<float>(max + std::log2(sum)));
+    store(rows, row, o, empty ? 0 : static_cast<float>(1 / sum), empty ? -kInfinity : max + std::log2(sum));
   }
 
   void reduce_max_logit() {

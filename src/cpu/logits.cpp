@@ -11,7 +11,8 @@ LogitRules::LogitRules(const tw_problem& p, const tw_tensors& t, bool pairs) {
   softcap = static_cast<float>(p.softcap * kLog2E);
   q_scale = static_cast<float>(scale);
   pre = post = 1;
-  if (pairs) (modified ? pre : post) = static_cast<float>(std::fabs(scale));
+  // Scale 0 makes q zero while packing: a factor of 0 here would meet the -inf of masked keys.
+  if (pairs && q_scale != 0) (modified ? pre : post) = static_cast<float>(std::fabs(scale));
   if (p.dropout_p > 0) {
     uint64_t seed = p.dropout_seed, offset = p.dropout_offset;
     if (t.rng_state != nullptr) {
@@ -22,6 +23,16 @@ LogitRules::LogitRules(const tw_problem& p, const tw_tensors& t, bool pairs) {
     dropout = Dropout::make(p.dropout_p, seed, offset);
   }
 }
+
+namespace {
+
+// A bias in base 2. The largest finite ones stay finite: a row of float32's lowest number is a row of equal logits.
+float base2(double bias) {
+  constexpr double kMax = std::numeric_limits<float>::max();
+  return static_cast<float>(std::isinf(bias) ? bias : std::min(std::max(bias * kLog2E, -kMax), kMax));
+}
+
+}  // namespace
 
 void fill_addend(const HeadRows& head_rows, int64_t first_row, int64_t rows, int64_t j, int64_t columns, int64_t panel,
                  float* out) {
@@ -53,12 +64,12 @@ void fill_addend(const HeadRows& head_rows, int64_t first_row, int64_t rows, int
       }
       case TW_FLOAT32: {
         const auto* at = static_cast<const float*>(bias.data) + base;
-        for (int64_t c = 0; c < inside; ++c) line[c] += at[c * step] * static_cast<float>(kLog2E);
+        for (int64_t c = 0; c < inside; ++c) line[c] += base2(at[c * step]);
         break;
       }
       default:
         for (int64_t c = 0; c < inside; ++c)
-          line[c] += static_cast<float>(load_element(bias.data, bias.dtype, base + c * step) * kLog2E);
+          line[c] += base2(load_element(bias.data, bias.dtype, base + c * step));
     }
   }
 }

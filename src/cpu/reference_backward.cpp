@@ -5,13 +5,18 @@
 //            dalibi_h = -sum_ij |i + sk - sq - j| dS_ij   dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 //   columns  dv_j = sum_i P_ij g_ij dO_i                  dk_j = scale * sum_i dS'_ij q_i
 //
-// O and lse come from q, k and v in float64: the given ones are rounded, and an oracle depends on q, k, v and dO alone.
+// The given o and lse are rounded, and an oracle depends on q, k, v and dO alone: a row whose lse is that of the keys at
+// hand takes both in float64. Another lse is an lse over more keys (ring attention): that row takes lse and o as given.
 // Every sum has a fixed order.
+#include <cmath>
+
 #include "cpu/reference_common.h"
 #include "cpu/thread_pool.h"
 
 namespace tilewise::reference {
 namespace {
+
+constexpr double kLseRounding = 1e-5;  // no float32 kernel's lse is further off (relative, 1e-5 absolute near 0)
 
 struct RowState {  // P_ij = exp(s_ij - max) / sum; a row without keys and sink has sum = 0
   double *max, *sum, *delta;
@@ -115,6 +120,9 @@ void row_gradients(const Call& call, const Sequence& s, int64_t h, int64_t i, co
   double sum = sink_weight;
   for (int64_t j = keys.begin; j < keys.end; ++j)
     if (call.visible(s, h, i, j)) sum += scratch.p[j] = OnlineSoftmax<double>::weight(scratch.p[j], max);
+  const double own = max + std::log(sum), given = load_element(t.lse->data, t.lse->dtype, lse_offset(p, *t.lse, s, i, h));
+  const bool more_keys = sum > 0 && std::isfinite(given) && std::fabs(given - own) > kLseRounding * (1 + std::fabs(own));
+  if (more_keys) sum = std::exp(given - max);
   memory.rows.max[index] = max;
   memory.rows.sum[index] = sum;
   if (sum == 0) return;  // dq stays 0
@@ -126,6 +134,11 @@ void row_gradients(const Call& call, const Sequence& s, int64_t h, int64_t i, co
     scratch.p[j] /= sum;
     scratch.dp[j] = call.dropout_factor(s, h, i, j) * dot(scratch.dout, scratch.v, p.head_dim_v);
     delta += scratch.p[j] * scratch.dp[j];
+  }
+  if (more_keys) {
+    delta = 0;
+    for (int64_t c = 0; c < p.head_dim_v; ++c)
+      delta += scratch.dout[c] * load_element(t.o->data, t.o->dtype, query_offset(p, *t.o, s, i, h) + c);
   }
   if (t.dlse) delta -= load_element(t.dlse->data, t.dlse->dtype, lse_offset(p, *t.dlse, s, i, h));
   memory.rows.delta[index] = delta;

@@ -253,8 +253,9 @@ void probability_tile(const ProbabilityTile& t) {
   const V post = S::set1(t.post);
   unroll<MR>([&](auto r) TW_LAMBDA {
     const V lse = S::set1(t.lse[r]);
+    [[maybe_unused]] const V lse_low = S::kPairs ? S::zero() : S::set1(t.lse_low[r]);
     unroll<NV>([&](auto j) TW_LAMBDA {
-      const V x = S::kPairs ? S::sub(S::mul(acc[r][j], post), lse) : S::sub(acc[r][j], lse);
+      const V x = S::kPairs ? S::sub(S::mul(acc[r][j], post), lse) : S::sub(S::sub(acc[r][j], lse), lse_low);
       // A probability is at most 1: where logits are so large that lse has lost their difference, overflow is excluded.
       V p = exp2<S>(S::min(S::zero(), x));
       if constexpr (general)
@@ -381,7 +382,8 @@ bool pack_rows(const void* const* rows, int64_t n, int64_t head_dim, int32_t dty
       if constexpr (S::kPairs) {
         if (2 * lane < head_dim) v = load_raw_pairs<S>(row, lane, head_dim);
         check.see_pairs(v);
-        if (scale < 0) v = S::negate_pairs(v);  // only the sign fits into q itself
+        if (scale < 0) v = S::negate_pairs(v);  // only sign and zero fit into q itself
+        if (scale == 0) v = S::zero();
       } else {
         if (lane < head_dim) v = load_elements<S>(row, lane, head_dim, dtype);
         check.see(v);

@@ -67,6 +67,7 @@ struct ForwardTile : LogitTile {
 // Backward: logits -> probabilities from the saved lse. Always kStrip rows.
 struct ProbabilityTile : LogitTile {
   const float* lse;        // [rows] in base 2; +inf gives 0
+  const float* lse_low;    // [rows] what lse lost by rounding (1e-6 of P where logits reach 40); not used by pairs
   float* probability;      // [rows, ld] float32, before dropout
   float* softcap_factor;   // [rows, ld]: 1 - tanh^2, if softcap
   int64_t ld;
@@ -156,8 +157,9 @@ const TileKernels& tiles_avx2();
 const TileKernels& tiles_avx512();
 const TileKernels& tiles_avx512bf16();
 
-// C += A B where masked elements of A (bit pattern of -0.0) are skipped: only for operands that hold inf or NaN, which a
-// probability of zero must not spread (0 * NaN = NaN).
+// C += A B where masked elements of A (bit pattern of -0.0) meet zeros instead of B: only for operands that hold inf or NaN,
+// which a probability of zero must not spread (0 * NaN = NaN). The result is that of the ordinary tile on a B with zeros
+// there, bit for bit.
 void accumulate_visible(const TileKernels& kernels, const ProductTile& tile, int64_t rows, int64_t columns);
 
 }  // namespace tilewise

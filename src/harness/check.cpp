@@ -163,7 +163,14 @@ struct Judge {
 
   // Float32 roundings in a weight exp(s - m), in units of 2^-24: one of s, and beyond ordinary scores (|s| > 32) four,
   // as an exponential in base 2 rounds the folded scale, s log2(e) and m (or lse) log2(e) besides.
-  double float_terms() const { return 8 + max_score + 3 * std::max(0.0, max_score - 32); }
+  // Backward, P = exp(s - lse) with lse given: no normalisation cancels what all scores of a row have in common, such as
+  // the float32 rounding of lse (|s| + log n) and of a dot product of head_dim terms (half a unit of s per 16 terms when,
+  // as with constant inputs, all roundings point the same way).
+  double float_terms() const {
+    const double terms = 8 + max_score + 3 * std::max(0.0, max_score - 32);
+    if (problem.pass == TW_FORWARD) return terms;
+    return terms + std::log1p(static_cast<double>(problem.seqlen_k)) + max_score * static_cast<double>(problem.head_dim) / 32;
+  }
 
   // Absolute term per element: what one more rounding of the output and of float32 sums may cost.
   double absolute(const std::string& name, int32_t dtype, double max_ref) const {
