@@ -1,0 +1,23 @@
+#include "cuda/backend.h"
+
+#include "cuda/backward.h"
+#include "cuda/device.h"
+#include "cuda/forward.h"
+
+namespace tilewise {
+
+std::span<const KernelRow> cuda_kernels() {
+  static const KernelRow rows[] = {
+      {"forward_sm80", TW_BACKEND_CUDA, TW_FORWARD, "sm_80",
+       "f16 and bf16, head dims up to 256, every mask and option, dense, packed and paged, split keys",
+       [] { return cuda::any_device_from(80); }, cuda::refuse_forward_sm80, cuda::plan_forward_sm80,
+       cuda::run_forward_sm80},
+      {"backward_sm80", TW_BACKEND_CUDA, TW_BACKWARD, "sm_80",
+       "f16 and bf16, head dims up to 256, every mask and option, dense and packed, deterministic on request",
+       [] { return cuda::any_device_from(80); }, cuda::refuse_backward_sm80, cuda::plan_backward_sm80,
+       cuda::run_backward_sm80},
+  };
+  return rows;
+}
+
+}  // namespace tilewise

@@ -1,0 +1,223 @@
+#include "cuda/backward.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "cuda/config_sm80.h"
+#include "cuda/device.h"
+#include "cuda/fill_params.h"
+#include "cuda/forward.h"
+#include "cuda/launch.h"
+
+namespace tilewise::cuda {
+namespace {
+
+struct BackwardKernels {  // what one line of kernels.def compiles
+  Element element;
+  int head_dim;
+  using Launch = int (*)(const BackwardParams&, int64_t, void*);
+  Launch launch[3][2];  // by BackwardKind; [1]: for 99 KiB of shared memory a block
+  BackwardConfig config[3][2];
+};
+
+template <Element kElement, int kHeadDim, BackwardKind... kKinds>
+constexpr BackwardKernels make_kernels() {
+  return {kElement,
+          kHeadDim,
+          {{launch_backward<kElement, kKinds, kHeadDim, false>, launch_backward<kElement, kKinds, kHeadDim, true>}...},
+          {{backward_config(kElement, kKinds, kHeadDim, false), backward_config(kElement, kKinds, kHeadDim, true)}...}};
+}
+
+constexpr BackwardKernels kBackwardKernels[] = {
+#define TW_FORWARD_SM80(E, D)
+#define TW_BACKWARD_SM80(E, D) make_kernels<Element::E, D, BackwardKind::kPlain, BackwardKind::kDropout, BackwardKind::kGeneral>(),
+#include "cuda/kernels.def"
+#undef TW_FORWARD_SM80
+#undef TW_BACKWARD_SM80
+};
+
+const BackwardKernels* find_kernels(const tw_problem& p) {
+  const Element element = p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16;
+  for (const BackwardKernels& kernels : kBackwardKernels)
+    if (kernels.element == element && kernels.head_dim >= std::max(p.head_dim, p.head_dim_v)) return &kernels;
+  return nullptr;
+}
+
+int shape_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
+  const int limit = device_facts(target.device_index).shared_bytes_per_block;
+  return limit != 0 && kernels.config[static_cast<int>(kind)][0].shared_bytes() > limit;
+}
+
+const BackwardConfig& config_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
+  return kernels.config[static_cast<int>(kind)][shape_for(kernels, kind, target)];
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// By the problem; tensors that are not aligned take the general kernel.
+BackwardKind kind_for(const tw_problem& p) {  // the sink is in lse already
+  if (p.softcap != 0 || (p.features & (TW_HAS_BIAS | TW_HAS_ALIBI)) != 0) return BackwardKind::kGeneral;
+  return p.dropout_p > 0 ? BackwardKind::kDropout : BackwardKind::kPlain;
+}
+
+int64_t padded_rows(const tw_problem& p) {
+  return p.q_layout == TW_PACKED ? (p.total_q / kRowPadding + p.batch + 1) * kRowPadding
+                                 : p.batch * ceil_div(p.seqlen_q, kRowPadding) * kRowPadding;
+}
+
+bool in_dim(const tw_problem& p, int dim, int64_t size) { return (p.bias_dims & dim) != 0 || size <= 1; }
+
+int64_t bias_size(const tw_problem& p) {
+  return (p.bias_dims & TW_DIM_B ? p.batch : 1) * (p.bias_dims & TW_DIM_H ? p.num_heads_q : 1) *
+         (p.bias_dims & TW_DIM_Q ? p.seqlen_q : 1) * (p.bias_dims & TW_DIM_K ? p.seqlen_k : 1);
+}
+
+// The workspace, cut into arrays of 64-byte multiples.
+struct Workspace {
+  int64_t lse_log2, delta, dq_sum, ticket, turn, dalibi_parts, dbias_sum, total;
+
+  Workspace(const tw_problem& p, const BackwardConfig& config) {
+    const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
+    const int64_t rows = p.num_heads_q * padded_rows(p);
+    total = 0;
+    const auto take = [&](bool needed, int64_t elements) {
+      const int64_t at = total;
+      if (needed) total += ceil_div(elements * 4, 64) * 64;
+      return at;
+    };
+    lse_log2 = take(true, rows);
+    delta = take(true, rows);
+    dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim);
+    ticket = take(p.deterministic, 1);
+    turn = take(p.deterministic,
+                p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * config.num_warps);
+    dalibi_parts = take(has(p, TW_HAS_DALIBI), p.batch * p.num_heads_q * key_blocks);
+    dbias_sum = take(has(p, TW_HAS_DBIAS), bias_size(p));
+  }
+};
+
+}  // namespace
+
+std::string refuse_backward_sm80(const tw_problem& p) {
+  if (std::string reason = refuse_common(p); !reason.empty()) return reason;
+  if (p.k_layout == TW_PAGED) return "paged keys: no backward pass";
+  if (has(p, TW_HAS_LEFTPAD_K) || has(p, TW_HAS_CACHE_BATCH_IDX)) return "leftpad_k and cache_batch_idx: no backward pass";
+  if (p.deterministic && has(p, TW_HAS_DBIAS) &&
+      !(in_dim(p, TW_DIM_B, p.batch) && in_dim(p, TW_DIM_H, p.num_heads_q) && in_dim(p, TW_DIM_Q, p.seqlen_q) &&
+        in_dim(p, TW_DIM_K, p.seqlen_k)))
+    return "deterministic dbias of a broadcast bias: the sums over its broadcast dimensions run in no fixed order";
+  if (find_kernels(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
+  return "";
+}
+
+Status plan_backward_sm80(const tw_problem& p, const Target& target, Plan* plan) {
+  const BackwardKernels& kernels = *find_kernels(p);
+  const BackwardKind kind = kind_for(p);
+  const BackwardConfig& config = config_for(kernels, kind, target);
+  constexpr const char* kKindNames[] = {"plain", "dropout", "general"};
+  plan->config = concat(kKindNames[static_cast<int>(kind)], ", tile ", config.block_m, "x", config.block_n(),
+                        "x", config.head_dim, ", ", config.num_warps, " warps, ", config.shared_bytes(), " bytes shared",
+                        p.deterministic ? ", ordered sums" : "");
+  plan->block_m = config.block_m;
+  plan->block_n = config.block_n();
+  plan->num_splits = 1;
+  const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
+  plan->num_tasks = key_blocks * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
+  if (plan->num_tasks > 0x7fffffff) return unsupported("backward_sm80: ", plan->num_tasks, " blocks, at most 2^31 - 1");
+  // Unaligned tensors run on the general kernel: room for either.
+  int64_t bytes = 0;
+  for (const BackwardKind either : {kind, BackwardKind::kGeneral})
+    bytes = std::max(bytes, Workspace(p, config_for(kernels, either, target)).total);
+  plan->workspace_bytes = bytes;
+  return Status();
+}
+
+Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
+  const tw_problem& p = plan.problem;
+  const BackwardKernels& kernels = *find_kernels(p);
+  const DeviceGuard guard(plan.target.device_index);
+  TW_RETURN_IF_ERROR(guard.status());
+
+  BackwardParams params = {};
+  params.sequence = sequence_params(p, t);
+  params.score = score_params(p, t);
+  params.q = row_tensor(*t.q);
+  params.k = row_tensor(*t.k);
+  params.v = row_tensor(*t.v);
+  params.o = row_tensor(*t.o);
+  params.dout = row_tensor(*t.dout);
+  if (t.dq) params.dq = row_tensor(*t.dq), params.dq_is_float = t.dq->dtype == TW_FLOAT32;
+  if (t.dk) params.dk = row_tensor(*t.dk), params.dk_is_float = t.dk->dtype == TW_FLOAT32;
+  if (t.dv) params.dv = row_tensor(*t.dv), params.dv_is_float = t.dv->dtype == TW_FLOAT32;
+  params.o_is_float = t.o->dtype == TW_FLOAT32;
+  params.aligned = rows_aligned(*t.q) && rows_aligned(*t.k) && rows_aligned(*t.v) && rows_aligned(*t.dout);
+  params.o_aligned = !params.o_is_float && rows_aligned(*t.o);
+  params.head_dim = static_cast<int32_t>(p.head_dim);
+  params.head_dim_v = static_cast<int32_t>(p.head_dim_v);
+  params.head_dim_rounded = kernels.head_dim;
+  params.lse = row_scalar(t.lse);
+  params.dlse = row_scalar(t.dlse);
+  params.padded_rows = padded_rows(p);
+
+  const BackwardKind kind = params.aligned ? kind_for(p) : BackwardKind::kGeneral;
+  const BackwardConfig& config = config_for(kernels, kind, plan.target);
+  const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
+  const Workspace layout(p, config);
+  auto* base = static_cast<char*>(workspace);
+  const auto floats = [&](int64_t at) { return reinterpret_cast<float*>(base + at); };
+  params.lse_log2 = floats(layout.lse_log2);
+  params.delta = floats(layout.delta);
+  if (t.dq) params.dq_sum = floats(layout.dq_sum);
+  params.num_key_blocks = static_cast<int32_t>(std::max<int64_t>(key_blocks, 1));
+  params.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
+  params.deterministic = p.deterministic != 0 && t.dq != nullptr && p.seqlen_q > 0 && query_rows(p) > 0;
+  if (params.deterministic) {
+    params.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
+    params.turn = reinterpret_cast<int32_t*>(base + layout.turn);
+    params.turns_per_block = config.num_warps;
+    params.block_m = config.block_m;
+  }
+  if (t.dalibi) params.dalibi_parts = floats(layout.dalibi_parts);
+  if (t.dbias) {
+    const tw_tensor& bias = *t.dbias;
+    params.dbias_sum = floats(layout.dbias_sum);
+    const int64_t sizes[4] = {bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]};
+    params.dbias_key = sizes[3] == 1 ? 0 : 1;
+    params.dbias_row = sizes[2] == 1 ? 0 : sizes[3];
+    params.dbias_head = sizes[1] == 1 ? 0 : sizes[2] * sizes[3];
+    params.dbias_batch = sizes[0] == 1 ? 0 : sizes[1] * sizes[2] * sizes[3];
+    if (const int error = launch_fill(params.dbias_sum, 1, bias_size(p), 0, 1, 0.f, stream); error != 0)
+      return device_error("dbias", error);
+  }
+  const bool float16 = p.dtype == TW_FLOAT16;
+  const bool has_queries = query_rows(p) > 0 && p.num_heads_q > 0;
+  if (has_queries)
+    if (const int error = launch_backward_pre(params, float16, stream); error != 0)
+      return device_error("backward_pre", error);
+  const bool has_keys = key_rows(p) > 0 && p.num_heads_k > 0;
+  const int64_t blocks = params.num_key_blocks * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
+  if (has_keys || (t.dalibi && p.num_heads_q > 0))
+    if (const int error = kernels.launch[static_cast<int>(kind)][shape_for(kernels, kind, plan.target)](params, blocks, stream); error != 0)
+      return device_error("backward_sm80", error);
+  if (t.dq && has_queries)
+    if (const int error = launch_backward_post(params, float16, stream); error != 0)
+      return device_error("backward_post", error);
+  if (t.dsink)
+    if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], stream); error != 0)
+      return device_error("dsink", error);
+  if (t.dalibi) {
+    const tw_tensor& x = *t.dalibi;
+    if (const int error = launch_dalibi(params, static_cast<float*>(x.data), x.ndim == 1 ? 0 : x.stride[0],
+                                        x.stride[x.ndim - 1], x.ndim == 1, stream);
+        error != 0)
+      return device_error("dalibi", error);
+  }
+  if (t.dbias)
+    if (const int error = launch_convert(params.dbias_sum, t.dbias->data, t.dbias->dtype, t.dbias->shape, t.dbias->stride, stream);
+        error != 0)
+      return device_error("dbias", error);
+  return Status();
+}
+
+}  // namespace tilewise::cuda

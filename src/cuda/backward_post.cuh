@@ -1,0 +1,104 @@
+// After the main kernel: dq from its float32 sums; dbias and dalibi from theirs.
+#pragma once
+#include "cuda/params.h"
+#include "cuda/tile/score.cuh"
+
+namespace tilewise::cuda {
+
+inline constexpr int kPostWarps = 8;
+
+// Grid: (block of kRowPadding rows) x head x batch (one more when rows are packed: the rows of no sequence). A warp
+// turns 16 rows at a time from fragments to rows.
+template <class T>
+__global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __grid_constant__ BackwardParams p) {
+  const int row_blocks = max(1, (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding);
+  unsigned index = blockIdx.x;
+  const int block = static_cast<int>(index % row_blocks);
+  index /= row_blocks;
+  const int h = static_cast<int>(index % p.sequence.num_heads_q);
+  const int b = static_cast<int>(index / p.sequence.num_heads_q);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto store = [&](int64_t at, float x, float y, bool pairs) {
+    if (p.dq_is_float) {
+      static_cast<float*>(p.dq.data)[at] = x;
+      static_cast<float*>(p.dq.data)[at + 1] = y;
+    } else if (pairs) {
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(p.dq.data) + at) = ptx::pack<T>(x, y);
+    } else {
+      static_cast<T*>(p.dq.data)[at] = ptx::from_float<T>(x);
+      static_cast<T*>(p.dq.data)[at + 1] = ptx::from_float<T>(y);
+    }
+  };
+  const bool pairs = reinterpret_cast<uintptr_t>(p.dq.data) % 4 == 0 && ((p.dq.row | p.dq.batch | p.dq.head) & 1) == 0;
+  if (b >= p.sequence.batch) {
+    const int64_t stride = static_cast<int64_t>(row_blocks) * kPostWarps;
+    for (int64_t row = p.sequence.cu_seqlens_q.at(p.sequence.batch) + static_cast<int64_t>(block) * kPostWarps + warp;
+         row < p.sequence.total_q; row += stride)
+      for (int col = 2 * lane; col < p.head_dim; col += 64) store(row * p.dq.row + h * p.dq.head + col, 0.f, 0.f, pairs);
+    return;
+  }
+  const DeviceSequence s = resolve(p.sequence, b);
+  const int64_t base = (p.sequence.packed_q ? s.q_begin * p.dq.row : b * p.dq.batch) + h * p.dq.head;
+  for (int group = warp; group < kRowPadding / 16; group += kPostWarps) {
+    const int first = block * kRowPadding + group * 16;
+    if (first >= s.capacity_q) return;
+    const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
+    const auto* sums = reinterpret_cast<const float4*>(p.dq_sum + padded * p.head_dim_rounded) + lane;
+    for (int n = 0; n * 8 < p.head_dim; ++n) {
+      const float4 x = sums[n * 32];
+      for (int half = 0; half < 2; ++half) {
+        const int i = first + (lane >> 2) + 8 * half;
+        if (i >= s.capacity_q) continue;
+        const bool used = i < s.seqlen_q;
+        const float factor = p.score.scale;
+        store(base + i * p.dq.row + n * 8 + 2 * (lane & 3), used ? (half ? x.z : x.x) * factor : 0.f,
+              used ? (half ? x.w : x.y) * factor : 0.f, pairs);
+      }
+    }
+  }
+}
+
+struct ConvertParams {  // a contiguous float32 [n0, n1, n2, n3] to a tensor of any float type and strides
+  const float* from;
+  void* to;
+  int32_t dtype;
+  int64_t shape[4], stride[4];
+};
+
+template <int kThreads = 256>
+__global__ void __launch_bounds__(kThreads) convert_kernel(const __grid_constant__ ConvertParams p) {
+  const int64_t total = p.shape[0] * p.shape[1] * p.shape[2] * p.shape[3];
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < total;
+       n += static_cast<int64_t>(gridDim.x) * kThreads) {
+    int64_t rest = n, at = 0;
+    for (int dim = 3; dim >= 0; --dim) at += rest % p.shape[dim] * p.stride[dim], rest /= p.shape[dim];
+    const float x = p.from[n];
+    switch (p.dtype) {
+      case TW_FLOAT32: static_cast<float*>(p.to)[at] = x; break;
+      case TW_FLOAT16: static_cast<ptx::float16*>(p.to)[at] = ptx::from_float<ptx::float16>(x); break;
+      default: static_cast<ptx::bfloat16*>(p.to)[at] = ptx::from_float<ptx::bfloat16>(x); break;
+    }
+  }
+}
+
+struct DalibiParams {
+  const float* parts;  // [batch, head, key block]
+  int64_t batch, heads, blocks;
+  float* dalibi;
+  int64_t stride_batch, stride_head;
+  bool sum_batch;
+};
+
+// One thread per slope, in a fixed order.
+template <int kThreads = 128>
+__global__ void __launch_bounds__(kThreads) dalibi_kernel(const __grid_constant__ DalibiParams p) {
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= (p.sum_batch ? p.heads : p.batch * p.heads)) return;
+  const int64_t h = n % p.heads, first = p.sum_batch ? 0 : n / p.heads, last = p.sum_batch ? p.batch : first + 1;
+  float sum = 0.f;
+  for (int64_t b = first; b < last; ++b)
+    for (int64_t block = 0; block < p.blocks; ++block) sum += p.parts[(b * p.heads + h) * p.blocks + block];
+  p.dalibi[(p.sum_batch ? 0 : first * p.stride_batch) + h * p.stride_head] = sum;
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,109 @@
+// Before the main kernel: delta_i = rowsum(dO * O) - dlse_i, lse in base 2, dq sums to zero, tickets and turns to zero.
+#pragma once
+#include "cuda/params.h"
+#include "cuda/tile/score.cuh"
+
+namespace tilewise::cuda {
+
+inline constexpr int kPreThreads = 256;
+inline constexpr int kPreLanesPerRow = 8;
+
+// Sum over this lane's columns of dO * O.
+template <class T>
+__device__ __forceinline__ float partial_delta(const BackwardParams& p, const T* dout, int64_t o_offset, int lane) {
+  float sum = 0.f;
+  if (p.aligned && p.o_aligned) {
+    const T* o = static_cast<const T*>(p.o.data) + o_offset;
+    for (int col = lane * 8; col < p.head_dim_v; col += kPreLanesPerRow * 8) {
+      const uint4 a = *reinterpret_cast<const uint4*>(dout + col), b = *reinterpret_cast<const uint4*>(o + col);
+      const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float2 u = ptx::unpack<T>(x[n]), w = ptx::unpack<T>(y[n]);
+        sum += u.x * w.x + u.y * w.y;
+      }
+    }
+    return sum;
+  }
+  for (int col = lane; col < p.head_dim_v; col += kPreLanesPerRow) {
+    const float o = p.o_is_float ? static_cast<const float*>(p.o.data)[o_offset + col]
+                                 : ptx::to_float(static_cast<const T*>(p.o.data)[o_offset + col]);
+    sum += ptx::to_float(dout[col]) * o;
+  }
+  return sum;
+}
+
+// Grid: (row block of kRowPadding) x head x batch.
+template <class T>
+__global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
+  const int row_blocks = (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.ticket) *p.ticket = 0;
+  unsigned index = blockIdx.x;
+  const int block = static_cast<int>(index % row_blocks);
+  index /= row_blocks;
+  const int h = static_cast<int>(index % p.sequence.num_heads_q);
+  const int b = static_cast<int>(index / p.sequence.num_heads_q);
+  const DeviceSequence s = resolve(p.sequence, b);
+  const int first = block * kRowPadding;
+  if (first >= s.capacity_q) return;
+  const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
+  const T* dout = query_rows<const T>(p.dout, p.sequence, s, b, h);
+  const int64_t o_base = (p.sequence.packed_q ? s.q_begin * p.o.row : b * p.o.batch) + h * p.o.head;
+  const int lane = threadIdx.x % kPreLanesPerRow;
+  for (int r = threadIdx.x / kPreLanesPerRow; r < kRowPadding; r += kPreThreads / kPreLanesPerRow) {
+    const int i = first + r;
+    const bool used = i < s.seqlen_q;
+    float delta = used ? partial_delta<T>(p, dout + i * p.dout.row, o_base + i * p.o.row, lane) : 0.f;
+#pragma unroll
+    for (int mask = 1; mask < kPreLanesPerRow; mask *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, mask);
+    if (lane != 0) continue;
+    const float lse = used ? row_scalars(p.lse, p.sequence, s, b, h)[i * p.lse.row] : kMinusInf;
+    if (used && p.dlse) delta -= row_scalars(p.dlse, p.sequence, s, b, h)[i * p.dlse.row];
+    const bool empty = lse == kMinusInf;
+    p.lse_log2[padded + r] = empty ? -kMinusInf : lse * kLog2E;
+    p.delta[padded + r] = empty ? 0.f : delta;
+  }
+  if (p.dq_sum) {
+    auto* out = reinterpret_cast<float4*>(p.dq_sum + padded * p.head_dim_rounded);
+    for (int n = threadIdx.x; n < kRowPadding * p.head_dim_rounded / 4; n += kPreThreads) out[n] = make_float4(0, 0, 0, 0);
+  }
+  if (p.turn) {
+    const int tiles = kRowPadding / p.block_m, count = tiles * p.turns_per_block;
+    int32_t* turn = p.turn + ((static_cast<int64_t>(h) * p.sequence.batch + b) * p.num_query_blocks + block * tiles) * p.turns_per_block;
+    const int exist = min(count, (p.num_query_blocks - block * tiles) * p.turns_per_block);
+    for (int n = threadIdx.x; n < exist; n += kPreThreads) turn[n] = 0;
+  }
+}
+
+struct DsinkParams {
+  BackwardParams backward;
+  float* dsink;
+  int64_t stride;
+};
+
+// dsink_h = - sum over all rows of exp(sink_h - lse_i) delta_i. One block per head, in a fixed order.
+template <int kThreads = kPreThreads>
+__global__ void __launch_bounds__(kThreads) dsink_kernel(const __grid_constant__ DsinkParams params) {
+  const BackwardParams& p = params.backward;
+  const int h = blockIdx.x;
+  const float sink = p.score.sink[h * p.score.sink_head] * kLog2E;
+  float sum = 0.f;
+  for (int b = 0; b < p.sequence.batch; ++b) {
+    const DeviceSequence s = resolve(p.sequence, b);
+    const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b);
+    for (int i = threadIdx.x; i < s.seqlen_q; i += kThreads) {
+      const float lse = p.lse_log2[padded + i];
+      if (lse != -kMinusInf) sum -= ptx::exp2_approx(sink - lse) * p.delta[padded + i];
+    }
+  }
+  __shared__ float parts[kThreads];
+  parts[threadIdx.x] = sum;
+  __syncthreads();
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) params.dsink[h * params.stride] = parts[0];
+}
+
+}  // namespace tilewise::cuda

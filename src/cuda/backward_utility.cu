@@ -1,0 +1,51 @@
+// The small kernels around the backward pass.
+#include <algorithm>
+
+#include "cuda/backward_post.cuh"
+#include "cuda/backward_pre.cuh"
+#include "cuda/launch.cuh"
+
+namespace tilewise::cuda {
+namespace {
+
+int64_t row_blocks(const BackwardParams& p) { return (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding; }
+
+}  // namespace
+
+int launch_backward_pre(const BackwardParams& p, bool float16, void* stream) {
+  const int64_t blocks = row_blocks(p) * p.sequence.num_heads_q * p.sequence.batch;
+  const auto s = static_cast<cudaStream_t>(stream);
+  return float16 ? launch<backward_pre_kernel<ptx::float16>>(p, blocks, kPreThreads, 0, s)
+                 : launch<backward_pre_kernel<ptx::bfloat16>>(p, blocks, kPreThreads, 0, s);
+}
+
+int launch_backward_post(const BackwardParams& p, bool float16, void* stream) {
+  const int64_t blocks = std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
+  const auto s = static_cast<cudaStream_t>(stream);
+  return float16 ? launch<backward_post_kernel<ptx::float16>>(p, blocks, kPostWarps * 32, 0, s)
+                 : launch<backward_post_kernel<ptx::bfloat16>>(p, blocks, kPostWarps * 32, 0, s);
+}
+
+int launch_dsink(const BackwardParams& p, float* dsink, int64_t stride, void* stream) {
+  return launch<dsink_kernel<kPreThreads>>(DsinkParams{p, dsink, stride}, p.sequence.num_heads_q, kPreThreads, 0,
+                                           static_cast<cudaStream_t>(stream));
+}
+
+int launch_dalibi(const BackwardParams& p, float* dalibi, int64_t stride_batch, int64_t stride_head, bool sum_batch,
+                  void* stream) {
+  const DalibiParams params{p.dalibi_parts, p.sequence.batch, p.sequence.num_heads_q, p.num_key_blocks, dalibi,
+                            stride_batch,   stride_head,      sum_batch};
+  const int64_t slopes = sum_batch ? params.heads : params.batch * params.heads;
+  return launch<dalibi_kernel<128>>(params, (slopes + 127) / 128, 128, 0, static_cast<cudaStream_t>(stream));
+}
+
+int launch_convert(const float* from, void* to, int32_t dtype, const int64_t (&shape)[4], const int64_t (&stride)[4],
+                   void* stream) {
+  ConvertParams p{from, to, dtype, {}, {}};
+  int64_t total = 1;
+  for (int n = 0; n < 4; ++n) p.shape[n] = shape[n], p.stride[n] = stride[n], total *= shape[n];
+  return launch<convert_kernel<256>>(p, std::min<int64_t>((total + 255) / 256, 65536), 256, 0,
+                                     static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,77 @@
+#include "cuda/device.h"
+
+#include <cuda_runtime.h>
+
+#include <vector>
+
+namespace tilewise::cuda {
+namespace {
+
+std::vector<DeviceFacts> ask() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return {};
+  }
+  std::vector<DeviceFacts> all(static_cast<size_t>(count));
+  for (int n = 0; n < count; ++n) {
+    DeviceFacts& facts = all[static_cast<size_t>(n)];
+    const auto get = [&](cudaDeviceAttr attribute) {
+      int value = 0;
+      if (cudaDeviceGetAttribute(&value, attribute, n) != cudaSuccess) cudaGetLastError();
+      return value;
+    };
+    facts.capability = 10 * get(cudaDevAttrComputeCapabilityMajor) + get(cudaDevAttrComputeCapabilityMinor);
+    facts.multiprocessors = get(cudaDevAttrMultiProcessorCount);
+    facts.shared_bytes_per_block = get(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    facts.l2_bytes = get(cudaDevAttrL2CacheSize);
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, n) == cudaSuccess) facts.name = properties.name;
+  }
+  return all;
+}
+
+const std::vector<DeviceFacts>& devices() {
+  static const std::vector<DeviceFacts> all = ask();
+  return all;
+}
+
+}  // namespace
+
+int device_count() { return static_cast<int>(devices().size()); }
+
+const DeviceFacts& device_facts(int index) {
+  static const DeviceFacts none;
+  return index >= 0 && index < device_count() ? devices()[static_cast<size_t>(index)] : none;
+}
+
+bool any_device_from(int capability) {
+  for (const DeviceFacts& facts : devices())
+    if (facts.capability >= capability) return true;
+  return false;
+}
+
+Status device_error(const char* what, int error) {
+  return Status(TW_DEVICE_ERROR, concat(what, ": ", cudaGetErrorName(static_cast<cudaError_t>(error)), " (",
+                                        cudaGetErrorString(static_cast<cudaError_t>(error)), ")"));
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  int current = 0;
+  if (const cudaError_t error = cudaGetDevice(&current); error != cudaSuccess) {
+    status_ = device_error("cudaGetDevice", error);
+    return;
+  }
+  if (current == device) return;
+  if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
+    status_ = device_error("cudaSetDevice", error);
+    return;
+  }
+  previous_ = current;
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,585 @@
+// Forward attention on mma.sync and cp.async (sm_80 and newer).
+//
+// One block computes block_m query rows of one head. It walks the visible keys in tiles of block_n, from the last to
+// the first, and keeps per row a reference m, the sum l of exp(s - m) and the output o, all in registers:
+//
+//   S = Q K^T          while V of this tile is under way
+//   P = exp(S - m)     while K of the next tile is under way
+//   O = O + P V
+//
+// A warp owns whole rows, so the softmax needs no shared memory. The reference follows the row maximum lazily: l and o
+// are rescaled only when a logit exceeds it by 2^8. Any reference gives the same quotient o / l; P <= 2^8 fits float16.
+#pragma once
+#include "cuda/config_sm80.h"
+#include "cuda/params.h"
+#include "cuda/tile/copy.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/mma_tile.cuh"
+#include "cuda/tile/score.cuh"
+
+namespace tilewise::cuda {
+
+// The softmax state of the rows of one thread: row m, half: 16 m + lane / 4 + 8 half of its warp.
+template <int kM>
+struct RowState {
+  float reference[kM][2];  // -inf until a key is visible; in the units of the logits
+  float sum[kM][2];        // of this thread's columns
+  float maximum[kM][2];    // true maximum, for max_logit
+  bool large;              // some |reference * c| of the warp is over 2^12, see exponentials()
+};
+
+// Moves the references of a warp if a logit exceeds one by more than 2^8; rescales sums and output.
+template <bool kTrackMaximum, int kM, int kN, int kD>
+__device__ __forceinline__ void update_reference(RowState<kM>& row, const float (&s)[kM][kN][4], float (&o)[kM][kD][4],
+                                                 float c) {
+  float maximum[kM][2];
+  bool exceeds = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+#pragma unroll
+      for (int n = 1; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+      maximum[m][half] = ptx::quad_max(x);
+      if constexpr (kTrackMaximum) row.maximum[m][half] = fmaxf(row.maximum[m][half], maximum[m][half]);
+      exceeds |= (maximum[m][half] - row.reference[m][half]) * c > 8.f;  // false for -inf - -inf
+    }
+  if (!__any_sync(0xffffffffu, exceeds)) return;
+  bool large = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float old = row.reference[m][half];
+      const float now = fmaxf(old, maximum[m][half]);
+      if (now == old) continue;
+      const float old_log2 = old * c, now_log2 = now * c;
+      large |= fabsf(now_log2) > 4096.f;
+      // exponentials() subtracts the rounded product, so the factor must, too, unless it subtracts before it multiplies.
+      const bool difference = fabsf(now_log2) > 4096.f || fabsf(old_log2) > 4096.f;
+      const float factor = ptx::exp2_approx(difference ? (old - now) * c : old_log2 - now_log2);
+      row.reference[m][half] = now;
+      row.sum[m][half] *= factor;
+#pragma unroll
+      for (int n = 0; n < kD; ++n) {
+        o[m][n][2 * half] *= factor;
+        o[m][n][2 * half + 1] *= factor;
+      }
+    }
+  row.large = row.large || __any_sync(0xffffffffu, large);
+}
+
+// What exponentials() subtracts: the reference in base 2. One fused multiply-add per element has an exact product and a
+// rounded addend: harmless up to 2^12, but at |reference| ~ 1e12 the rounding alone would overflow, so there the
+// reference is subtracted from s beforehand.
+template <int kM, int kN>
+__device__ __forceinline__ void make_shift(float (&shift)[kM][2], const RowState<kM>& row, float (&s)[kM][kN][4], float c) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float reference = row.reference[m][half] == kMinusInf ? 0.f : row.reference[m][half];
+      shift[m][half] = reference * c;
+      if (row.large) {
+        shift[m][half] = 0.f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          s[m][n][2 * half] -= reference;
+          s[m][n][2 * half + 1] -= reference;
+        }
+      }
+    }
+}
+
+// p = exp(s - reference) for columns [8 first, 8 last) of s.
+template <int kM, int kN>
+__device__ __forceinline__ void exponentials(RowState<kM>& row, const float (&shift)[kM][2], float (&s)[kM][kN][4], float c,
+                                             int first, int last) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = first; n < last; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[m][n][e] = ptx::exp2_approx(fmaf(s[m][n][e], c, -shift[m][e >> 1]));
+        row.sum[m][e >> 1] += s[m][n][e];
+      }
+}
+
+template <ForwardConfig C>
+struct ForwardKernel {
+  static_assert(C.valid());
+  using T = typename ElementType<C.element>::Type;
+  static constexpr bool kGeneral = C.kind == ForwardKind::kGeneral || C.kind == ForwardKind::kFewRows;
+  static constexpr bool kDrops = kGeneral || C.kind == ForwardKind::kDropout;
+  static constexpr bool kFast = C.head_dim <= 128;  // registers are left for the faster copies and finer steps
+  static constexpr int kM = C.row_groups();      // row groups of 16 per warp
+  static constexpr int kN = C.block_n / 8;       // n8 tiles of S
+  static constexpr int kD = C.head_dim / 8;      // n8 tiles of O
+  static constexpr int kSteps = C.head_dim / 16; // k16 steps of Q K^T
+  using QCopy = TileCopy<C.block_m, C.head_dim, C.num_threads()>;
+  using KCopy = TileCopy<C.block_n, C.head_dim, C.num_threads()>;
+  using Layout = TileLayout<C.head_dim>;
+
+  const ForwardParams& p;
+  int b, head_k, first_head, first_row, split;  // first_head: of the packed heads; first_row: packed row
+  DeviceSequence s;
+  int warp, lane;
+  bool natural;  // logits carry the scale already, as softcap, ALiBi, bias and a scale <= 0 need it
+
+  // Packed row r of this block -> query and head.
+  __device__ __forceinline__ int query(int r) const { return kGeneral && p.pack > 1 ? (first_row + r) / p.pack : first_row + r; }
+  __device__ __forceinline__ int head(int r) const {
+    return kGeneral && p.pack > 1 ? first_head + (first_row + r) % p.pack : first_head;
+  }
+  __device__ __forceinline__ int64_t query_offset(const RowTensor& x, int r) const {
+    return query(r) * x.row + (head(r) - first_head) * x.head;
+  }
+  __device__ __forceinline__ int warp_row(int m, int half) const { return warp * kM * 16 + m * 16 + half * 8 + (lane >> 2); }
+
+  __device__ __forceinline__ void load_keys(const RowTensor& x, const T* base, uint32_t tile, int j0, int cols) const {
+    if constexpr (kGeneral) {
+      if (p.sequence.page_size > 0) {
+        KCopy::load_rows(tile, static_cast<const T*>(x.data) + head_k * x.head,
+                         [&](int r) { return paged_row(x, p.sequence, s, b, j0 + r); }, s.seqlen_k - j0, cols, p.aligned);
+        return;
+      }
+      if (!p.aligned) {
+        KCopy::load_rows(tile, base, [&](int r) { return (j0 + r) * x.row; }, s.seqlen_k - j0, cols, false);
+        return;
+      }
+    }
+    KCopy::template load<kFast>(tile, base + j0 * x.row, x.row, s.seqlen_k - j0, cols);
+  }
+
+  // Softcap, scale, ALiBi and bias of a tile of S, in natural units.
+  __device__ __forceinline__ void options(float (&x)[kM][kN][4], int j0) const {
+    const ScoreParams& score = p.score;
+    if (!natural) return;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[m][n][e] *= score.scale;
+    if (score.softcap > 0) {
+      const float inverse = 1.f / score.softcap;
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[m][n][e] = score.softcap * tanh_of(x[m][n][e] * inverse);
+    }
+    if (score.alibi == nullptr && score.bias == nullptr) return;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp_row(m, half);
+        const int i = query(r);
+        if (i >= s.seqlen_q) continue;  // no such row in bias
+        const ScoreRow row = score_row(score, s, b, head(r), i);
+        const int j1 = j0 + 2 * (lane & 3);
+        if (score.alibi) {
+          const float distance = static_cast<float>(i + s.seqlen_k - s.seqlen_q - j1);
+#pragma unroll
+          for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) x[m][n][2 * half + e] -= row.slope * fabsf(distance - (n * 8 + e));
+        }
+        if (score.bias) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              if (j1 + n * 8 + e < s.seqlen_k) {
+                const float bias = load_bias(score, row.bias + (j1 + n * 8 + e) * score.bias_key);
+                float& logit = x[m][n][2 * half + e];
+                logit = bias == kMinusInf ? kMinusInf : logit + bias;  // not a sum: the logit of a hidden key may be NaN
+              }
+        }
+      }
+  }
+
+  __device__ __forceinline__ void mask(float (&x)[kM][kN][4], int j0) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Range keys = visible_keys(p.score, query(warp_row(m, half)), s.seqlen_q, s.seqlen_k);
+        const int begin = keys.begin - j0 - 2 * (lane & 3), end = keys.end - j0 - 2 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (n * 8 + e < begin || n * 8 + e >= end) x[m][n][2 * half + e] = kMinusInf;
+      }
+  }
+
+  __device__ __forceinline__ void drop(float (&x)[kM][kN][4], int j0, const Dropout& dropout) const {
+    const int64_t batch_head = static_cast<int64_t>(b) * p.sequence.num_heads_q + first_head;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n4 = 0; n4 < kN; n4 += 4) {
+        const Philox4 draw = dropout.draw(batch_head, (first_row + warp * kM * 16) / 16 + m, lane >> 2, j0 / 32 + n4 / 4, lane & 3);
+#pragma unroll
+        for (int e = 0; e < 16; ++e)
+          if (!keeps(draw, e, dropout.threshold << 16)) x[m][n4 + e / 4][e & 3] = 0.f;
+      }
+  }
+
+  // Adds p_ij v_j for the visible pairs of the chunks of V that remove_nonfinite() took out. Rare, so compact.
+  __device__ __forceinline__ void add_nonfinite(const uint32_t (&packed)[kN / 2][kM][4], float (&o)[kM][kD][4], int j0,
+                                                const uint32_t* marks, const T* v_base) const {
+#pragma unroll 1
+    for (int j = 0; j < C.block_n; ++j) {
+      const uint32_t mark = marks[j];
+      if (mark == 0) continue;
+      const T* v_row = v_base + (p.sequence.page_size > 0 ? paged_row(p.v, p.sequence, s, b, j0 + j) : (j0 + j) * p.v.row);
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t pair = 0;
+#pragma unroll
+          for (int n = 0; n < kN; ++n)
+            pair |= packed[n / 2][m][(n & 1) * 2 + half] & -static_cast<uint32_t>(n == j / 8);  // no dynamic index
+          pair = __shfl_sync(0xffffffffu, pair, (lane & ~3) | (j % 8) / 2);
+          const float2 both = ptx::unpack<T>(pair);
+          const int r = warp_row(m, half), i = query(r);
+          if (i >= s.seqlen_q || !visible(p.score, score_row(p.score, s, b, head(r), i), j0 + j)) continue;
+          const float weight = j & 1 ? both.y : both.x;
+#pragma unroll
+          for (int n = 0; n < kD; ++n)
+            if (mark >> n & 1) {
+              const T* v = v_row + n * 8 + 2 * (lane & 3);
+              o[m][n][2 * half] += weight * ptx::to_float(v[0]);
+              o[m][n][2 * half + 1] += weight * ptx::to_float(v[1]);
+            }
+        }
+    }
+  }
+
+  __device__ __forceinline__ void store_row_pair(int r, int n, float x, float y) const {
+    const int col = n * 8 + 2 * (lane & 3);
+    if (col >= p.head_dim_v) return;
+    const int64_t base = query_rows_offset(p.o) + query_offset(p.o, r) + col;
+    if (p.o_is_float) {
+      float* o = static_cast<float*>(p.o.data) + base;
+      o[0] = x;
+      o[1] = y;
+    } else {
+      T* o = static_cast<T*>(p.o.data) + base;
+      o[0] = ptx::from_float<T>(x);
+      o[1] = ptx::from_float<T>(y);
+    }
+  }
+
+  __device__ __forceinline__ int64_t query_rows_offset(const RowTensor& x) const {
+    return (p.sequence.packed_q ? s.q_begin * x.row : b * x.batch) + first_head * x.head;
+  }
+
+  // Row of the partial results: (batch, head, query), or (head, packed query).
+  __device__ __forceinline__ int64_t split_row(int r) const {
+    const int64_t rows = p.sequence.packed_q ? p.sequence.total_q : int64_t{p.sequence.batch} * p.sequence.seqlen_q;
+    const int64_t row = (p.sequence.packed_q ? s.q_begin : static_cast<int64_t>(b) * p.sequence.seqlen_q) + query(r);
+    return (static_cast<int64_t>(split) * p.sequence.num_heads_q + head(r)) * rows + row;
+  }
+
+  // Divides by the sums, adds the sink, writes o, lse and max_logit.
+  __device__ __forceinline__ void epilogue(RowState<kM>& row, float (&o)[kM][kD][4], float c, float scale_down,
+                                           uint32_t s_o) const {
+    const bool splits = kGeneral && p.num_splits > 1;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp_row(m, half), i = query(r);
+        const bool exists = i < s.capacity_q, used = i < s.seqlen_q;
+        float sum = ptx::quad_sum(row.sum[m][half]);
+        const float unit = kGeneral && natural ? 1.f : p.score.scale;
+        const bool sees = row.reference[m][half] != kMinusInf;
+        // In natural units; the product that exponentials() subtracted, where it did.
+        float reference = !sees ? kMinusInf : row.large ? row.reference[m][half] * unit : row.reference[m][half] * c * kLn2;
+        float factor = 1.f;
+        if constexpr (kGeneral) {
+          if (p.score.sink && !splits && used) {
+            const float sink = p.score.sink[head(r) * p.score.sink_head];
+            if (sink > reference) {  // take the larger as reference, so that neither exponential overflows
+              factor = reference == kMinusInf ? 0.f : ptx::exp2_approx((reference - sink) * kLog2E);
+              reference = sink;
+              sum = sum * factor + 1.f;
+            } else if (sink != kMinusInf) {
+              sum += ptx::exp2_approx((sink - reference) * kLog2E);
+            }
+          }
+        }
+        const bool empty = reference == kMinusInf || !used;
+        // A row that saw no key has sum 0 and, with a sink, reference sink: o = 0 either way.
+        const float inverse = empty ? 0.f : factor * scale_down / sum;
+        const float lse = empty ? kMinusInf : reference + logf(sum);
+#pragma unroll
+        for (int n = 0; n < kD; ++n) {
+          // Not 0 * o: o of a row that is not used may hold anything.
+          o[m][n][2 * half] = empty ? 0.f : o[m][n][2 * half] * inverse;
+          o[m][n][2 * half + 1] = empty ? 0.f : o[m][n][2 * half + 1] * inverse;
+        }
+        if (exists && (lane & 3) == 0) {
+          if (splits)
+            p.split_lse[split_row(r)] = lse;
+          else if (p.lse)
+            row_scalars(p.lse, p.sequence, s, b, head(r))[i * p.lse.row] = lse;
+          if constexpr (kGeneral)
+            if (p.max_logit && used && (row.maximum[m][half] != kMinusInf || isnan(sum)))  // a NaN logit makes the sum NaN
+              ptx::atomic_max(p.max_logit + b * p.max_logit_batch + head(r) * p.max_logit_head,
+                              isnan(sum) ? sum : row.maximum[m][half] * unit);
+        }
+        if (splits) {
+          if (exists) {
+            float* out = p.split_o + split_row(r) * p.head_dim_v + 2 * (lane & 3);
+#pragma unroll
+            for (int n = 0; n < kD; ++n)
+              if (n * 8 < p.head_dim_v) *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[m][n][2 * half], o[m][n][2 * half + 1]);
+          }
+        } else if (kGeneral && (!p.o_aligned || p.pack > 1)) {
+          if (exists)
+#pragma unroll
+            for (int n = 0; n < kD; ++n) store_row_pair(r, n, o[m][n][2 * half], o[m][n][2 * half + 1]);
+        }
+      }
+    if (splits || (kGeneral && (!p.o_aligned || p.pack > 1))) return;
+    // Through this warp's own rows of the Q tile, to write 16 bytes per lane.
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kD; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          ptx::store_shared(s_o + Layout::pair_offset(warp_row(m, half), n * 8 + 2 * (lane & 3)),
+                            ptx::pack<T>(o[m][n][2 * half], o[m][n][2 * half + 1]));
+    __syncwarp();
+    T* out = static_cast<T*>(p.o.data) + query_rows_offset(p.o);
+    constexpr int kChunks = C.head_dim / 8, kItems = kM * 16 * kChunks;
+#pragma unroll
+    for (int item = lane; item < kItems; item += 32) {
+      const int r = warp * kM * 16 + item / kChunks, chunk = item % kChunks;
+      const uint4 x = ptx::load_shared_16(s_o + Layout::chunk_offset(r, chunk));
+      if (first_row + r < s.capacity_q && chunk * 8 < p.head_dim_v)
+        *reinterpret_cast<uint4*>(out + (first_row + r) * p.o.row + chunk * 8) = x;
+    }
+  }
+
+  // Keys of this block, as tiles [begin, end), of which this split takes its share.
+  __device__ __forceinline__ Range key_tiles(int last_row) const {
+    const Range first = visible_keys(p.score, query(0), s.seqlen_q, s.seqlen_k);
+    const Range last = visible_keys(p.score, min(query(last_row), s.seqlen_q - 1), s.seqlen_q, s.seqlen_k);
+    Range tiles{first.begin / C.block_n, (last.end + C.block_n - 1) / C.block_n};
+    if (last.end <= first.begin || query(0) >= s.seqlen_q) tiles.end = tiles.begin;
+    if (kGeneral && p.num_splits > 1) {
+      const int count = tiles.end - tiles.begin, share = (count + p.num_splits - 1) / p.num_splits;
+      tiles.begin = tiles.begin + split * share;
+      tiles.end = min(tiles.end, tiles.begin + share);
+    }
+    return tiles;
+  }
+
+  __device__ __forceinline__ void run(uint32_t shared, uint32_t* marks) {
+    const uint32_t s_q = shared;                                 // [block_m, head_dim]
+    const uint32_t s_k = s_q + C.block_m * C.head_dim * 2;       // [block_n, head_dim]
+    const uint32_t s_v = s_k + C.block_n * C.head_dim * 2;       // [block_n, head_dim]
+    const float c = kGeneral && natural ? kLog2E : p.score.scale_log2;
+
+    float o[kM][kD][4];
+    RowState<kM> row;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kD; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[m][n][e] = 0.f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row.reference[m][half] = row.maximum[m][half] = kMinusInf;
+        row.sum[m][half] = 0.f;
+      }
+    }
+    row.large = false;
+
+    Dropout dropout;
+    if constexpr (kDrops) dropout = resolve_dropout(p.score);
+    const bool drops = kDrops && dropout.active();
+    const float scale_down = drops ? dropout.scale : 1.f;
+
+    const int last_row = C.block_m - 1;
+    const Range tiles = key_tiles(last_row);
+    if (tiles.end > tiles.begin) {
+      const T* q = static_cast<const T*>(p.q.data) + query_rows_offset(p.q);
+      const T* k = nullptr;
+      const T* v = nullptr;
+      if (!kGeneral || p.sequence.page_size == 0) {
+        k = key_rows<const T>(p.k, p.sequence, s, head_k);
+        v = key_rows<const T>(p.v, p.sequence, s, head_k);
+      }
+      if (kGeneral && (p.pack > 1 || !p.aligned))
+        QCopy::load_rows(s_q, q, [&](int r) { return query_offset(p.q, r); }, s.seqlen_q * p.pack - first_row, p.head_dim,
+                         p.aligned);
+      else
+        QCopy::template load<false>(s_q, q + first_row * p.q.row, p.q.row, s.seqlen_q - first_row, p.head_dim);
+      if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
+      load_keys(p.k, k, s_k, (tiles.end - 1) * C.block_n, p.head_dim);
+      ptx::cp_async_commit();
+
+      // Tiles inside these bounds are visible to every row of the block.
+      const int full_begin = visible_keys(p.score, min(query(last_row), s.seqlen_q - 1), s.seqlen_q, s.seqlen_k).begin;
+      const int full_end = visible_keys(p.score, query(0), s.seqlen_q, s.seqlen_k).end;
+
+      const auto lane_q = lane_address_a<C.head_dim>(s_q + warp * kM * 16 * Layout::kRowBytes, lane);
+      const auto lane_k = lane_address_b<C.head_dim>(s_k, lane);
+      const auto lane_v = lane_address_bt<C.head_dim>(s_v, lane);
+      uint32_t q_fragments[C.q_in_registers ? kSteps : 1][kM][4];
+
+#pragma unroll 1
+      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+        const int j0 = tile * C.block_n;
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // K is here, and every warp is done with the last V
+        load_keys(p.v, v, s_v, j0, p.head_dim_v);
+        ptx::cp_async_commit();
+
+        float x[kM][kN][4];
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
+        if constexpr (C.q_in_registers) {
+          if (tile == tiles.end - 1) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+              for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(q_fragments[step][m], lane_q.at(m, step));
+          }
+        }
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          if constexpr (C.q_in_registers) {
+            mma_step_b<T, kM, kN>(x, q_fragments[step], lane_k, step);
+          } else {
+            uint32_t a[kM][4];
+#pragma unroll
+            for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(a[m], lane_q.at(m, step));
+            mma_step_b<T, kM, kN>(x, a, lane_k, step);
+          }
+        }
+
+        bool masked = j0 < full_begin || j0 + C.block_n > full_end;
+        if constexpr (kGeneral) {
+          options(x, j0);
+          masked |= p.score.bias != nullptr;  // a boolean mask, or -inf
+        }
+        if (masked) mask(x, j0);
+
+        ptx::cp_async_wait<0>();
+        bool nonfinite = false;
+        if (masked)
+          nonfinite = __syncthreads_or(KCopy::template remove_nonfinite<T>(s_v, marks));
+        else
+          __syncthreads();  // V is here, and every warp is done with K
+        if (tile > tiles.begin) load_keys(p.k, k, s_k, j0 - C.block_n, p.head_dim);
+        ptx::cp_async_commit();
+
+        update_reference<kGeneral>(row, x, o, c);
+        float shift[kM][2];
+        make_shift(shift, row, x, c);
+        constexpr bool kAllFirst = kDrops || !kFast;
+        if constexpr (kAllFirst) exponentials(row, shift, x, c, 0, kN);
+        if constexpr (kDrops)
+          if (drops) drop(x, j0, dropout);
+
+        uint32_t packed[kN / 2][kM][4];
+#pragma unroll
+        for (int step = 0; step < kN / 2; ++step) {
+          // 16 keys at a time, so that the tensor cores work on one step while the next is exponentiated.
+          if constexpr (!kAllFirst) exponentials(row, shift, x, c, 2 * step, 2 * step + 2);
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int quarter = 0; quarter < 4; ++quarter)
+              packed[step][m][quarter] = ptx::pack<T>(x[m][2 * step + quarter / 2][quarter % 2 * 2],
+                                                      x[m][2 * step + quarter / 2][quarter % 2 * 2 + 1]);
+          mma_step_bt<T, kM, kD>(o, packed[step], lane_v, step);
+        }
+        if (nonfinite) {
+          const T* v_base = p.sequence.page_size > 0 ? static_cast<const T*>(p.v.data) + head_k * p.v.head : v;
+          add_nonfinite(packed, o, j0, marks, v_base);
+          __syncthreads();
+          if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
+        }
+      }
+      ptx::cp_async_wait<0>();
+    }
+    epilogue(row, o, c, scale_down, s_q);
+  }
+};
+
+// Rows [begin, end) of every packed head that no sequence owns: zeros, lse -inf.
+template <class T>
+__device__ void zero_packed_tail(const ForwardParams& p, int h, int block, int rows_per_block) {
+  const int64_t end = p.sequence.total_q;
+  int64_t row = p.sequence.cu_seqlens_q.at(p.sequence.batch) + static_cast<int64_t>(block) * rows_per_block;
+  const int64_t stride = static_cast<int64_t>(p.num_blocks) * rows_per_block;
+  for (; row < end; row += stride)
+    for (int r = threadIdx.x / 32; r < rows_per_block && row + r < end; r += blockDim.x / 32) {
+      const int64_t at = (row + r) * p.o.row + h * p.o.head;
+      for (int c = threadIdx.x % 32; c < p.head_dim_v; c += 32) {
+        if (p.o_is_float)
+          static_cast<float*>(p.o.data)[at + c] = 0.f;
+        else
+          static_cast<T*>(p.o.data)[at + c] = ptx::from_float<T>(0.f);
+      }
+      if (p.lse && threadIdx.x % 32 == 0) p.lse.data[h * p.lse.head + (row + r) * p.lse.row] = kMinusInf;
+    }
+}
+
+// Grid: x = row block, longest first, inside head, inside split, inside batch entry (one more when rows are packed).
+template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
+__global__ void __launch_bounds__(forward_config(kElement, kKind, kHeadDim, kSmall).num_threads(),
+                                  forward_config(kElement, kKind, kHeadDim, kSmall).min_blocks)
+    forward_sm80_kernel(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  constexpr ForwardConfig C = forward_config(kElement, kKind, kHeadDim, kSmall);
+  using Kernel = ForwardKernel<C>;
+  const int heads = p.sequence.num_heads_q / p.pack;
+  unsigned index = blockIdx.x;
+  const int block = p.num_blocks - 1 - static_cast<int>(index % p.num_blocks);
+  index /= p.num_blocks;
+  const int h = static_cast<int>(index % heads);
+  index /= heads;
+  const int split = static_cast<int>(index % p.num_splits);
+  const int b = static_cast<int>(index / p.num_splits);
+  if (b >= p.sequence.batch) {
+    if (split == 0)
+      for (int n = 0; n < p.pack; ++n) zero_packed_tail<typename Kernel::T>(p, h * p.pack + n, block, C.block_m);
+    return;
+  }
+  Kernel kernel{p};
+  kernel.b = b;
+  kernel.s = resolve(p.sequence, b);
+  kernel.first_row = block * C.block_m;
+  if (kernel.first_row >= kernel.s.capacity_q * p.pack) return;
+  kernel.first_head = h * p.pack;
+  kernel.head_k = kernel.first_head / (p.sequence.num_heads_q / p.sequence.num_heads_k);
+  kernel.split = split;
+  kernel.warp = threadIdx.x / 32;
+  kernel.lane = threadIdx.x % 32;
+  kernel.natural = Kernel::kGeneral && (p.score.softcap > 0 || p.score.alibi || p.score.bias || !(p.score.scale > 1e-30f));
+  kernel.run(ptx::shared_address(shared),
+             reinterpret_cast<uint32_t*>(shared + (C.block_m + 2 * C.block_n) * C.head_dim * 2));
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,41 @@
+// Launching: shared memory above 48 KiB needs the kernel's permission once per device; errors are returned, never kept.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "cuda/launch.h"
+
+namespace tilewise::cuda {
+
+// Largest grid in x. Plans refuse more; every other grid dimension is 1, so 65,535 is no limit.
+inline constexpr int64_t kMaxBlocks = 0x7fffffff;
+
+// `kernel` is a template argument so that the flags are kept per kernel: one bit a device that permitted it.
+template <auto kernel, class Params>
+cudaError_t launch(const Params& params, int64_t num_blocks, int num_threads, int shared_bytes, cudaStream_t stream) {
+  if (num_blocks == 0) return cudaSuccess;
+  if (num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
+  if (shared_bytes > 48 * 1024) {
+    static std::atomic<uint64_t> permitted{0};
+    int device = 0;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if ((permitted.load(std::memory_order_relaxed) & bit) == 0) {
+      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      if (error != cudaSuccess) return cudaGetLastError(), error;
+      permitted.fetch_or(bit, std::memory_order_relaxed);
+    }
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
+  config.blockDim = dim3(static_cast<unsigned>(num_threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
+  if (error != cudaSuccess) cudaGetLastError();  // reported here, not to whoever asks next
+  return error;
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,56 @@
+// Host side of every kernel: plain functions that plain C++ can call. A launcher is a template instantiated in the
+// generated .cu of its kernels.def line. The int is a cudaError_t.
+#pragma once
+#include <cstdint>
+
+#include "cuda/config_sm80.h"
+#include "cuda/params.h"
+
+namespace tilewise::cuda {
+
+// Kernels are templates on these four and not on the ForwardConfig itself: nvcc 13.0 writes host stubs that do not
+// compile for class-type template arguments of a __global__.
+template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
+int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream);
+
+template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
+int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stream);
+
+#define TW_FORWARD_SM80(element, head_dim) \
+  extern template int launch_forward<Element::element, ForwardKind::kPlain, head_dim, false>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward<Element::element, ForwardKind::kPlain, head_dim, true>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward<Element::element, ForwardKind::kDropout, head_dim, false>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward<Element::element, ForwardKind::kDropout, head_dim, true>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward<Element::element, ForwardKind::kGeneral, head_dim, false>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward<Element::element, ForwardKind::kGeneral, head_dim, true>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward<Element::element, ForwardKind::kFewRows, head_dim, false>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward<Element::element, ForwardKind::kFewRows, head_dim, true>(const ForwardParams&, int64_t, void*);
+#define TW_BACKWARD_SM80(element, head_dim) \
+  extern template int launch_backward<Element::element, BackwardKind::kPlain, head_dim, false>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward<Element::element, BackwardKind::kPlain, head_dim, true>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward<Element::element, BackwardKind::kDropout, head_dim, false>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward<Element::element, BackwardKind::kDropout, head_dim, true>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, false>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, true>(const BackwardParams&, int64_t, void*);
+#include "cuda/kernels.def"
+#undef TW_FORWARD_SM80
+#undef TW_BACKWARD_SM80
+
+// utility.cu
+int launch_fill(float* data, int64_t n0, int64_t n1, int64_t stride0, int64_t stride1, float value, void* stream);
+int launch_append(const AppendParams& params, bool float16, void* stream);
+int launch_combine(const ForwardParams& params, bool float16, void* stream);
+int launch_dropout_mask(const SequenceParams& sequence, const ScoreParams& score, uint8_t* mask,
+                        const int64_t (&shape)[4], const int64_t (&stride)[4], void* stream);
+
+
+// backward_utility.cu
+int launch_backward_pre(const BackwardParams& params, bool float16, void* stream);
+int launch_backward_post(const BackwardParams& params, bool float16, void* stream);
+int launch_dsink(const BackwardParams& params, float* dsink, int64_t stride, void* stream);
+int launch_dalibi(const BackwardParams& params, float* dalibi, int64_t stride_batch, int64_t stride_head, bool sum_batch,
+                  void* stream);
+int launch_convert(const float* from, void* to, int32_t dtype, const int64_t (&shape)[4], const int64_t (&stride)[4],
+                   void* stream);
+
+}  // namespace tilewise::cuda

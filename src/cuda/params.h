@@ -1,0 +1,126 @@
+// What a kernel is told: pointers, strides and options, as plain data passed by value. All strides count elements.
+#pragma once
+#include <cstdint>
+
+#include "core/dropout.h"
+#include "core/host_device.h"
+
+namespace tilewise::cuda {
+
+// An int32 vector in device memory; absent if data is null.
+struct IndexVector {
+  const int32_t* data = nullptr;
+  int64_t stride = 0;
+  TW_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  TW_HOST_DEVICE int32_t at(int64_t n) const { return data[n * stride]; }
+};
+
+// A tensor of rows [batch, row, head, column], last stride 1. Packed tensors have batch = 0, paged ones pages there.
+struct RowTensor {
+  void* data = nullptr;
+  int64_t batch = 0, row = 0, head = 0;
+};
+
+// lse, dlse, delta: one float per row and head.
+struct RowScalar {
+  float* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;
+  TW_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+};
+
+// Who lies where: core/sequence.h with the index vectors in device memory.
+struct SequenceParams {
+  int32_t batch, seqlen_q, seqlen_k, seqlen_new;  // seqlen_new: keys appended before this kernel runs
+  int32_t num_heads_q, num_heads_k;
+  int64_t total_q, total_k;  // packed
+  bool packed_q, packed_k;
+  int32_t page_size;  // 0 = not paged
+  IndexVector cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, cache_batch_idx, leftpad_k;
+  const int32_t* page_table;
+  int64_t page_table_batch, page_table_page;
+};
+
+// What happens to a score between q . k and the softmax.
+struct ScoreParams {
+  float scale;       // softmax_scale
+  float scale_log2;  // softmax_scale * log2(e)
+  float softcap;     // 0 = off
+  int32_t window_left, window_right;  // -1 = unbounded; causal: right = 0
+  const void* bias;                   // broadcast dimensions have stride 0
+  int32_t bias_dtype;                 // tw_dtype
+  int64_t bias_batch, bias_head, bias_row, bias_key;
+  const float* alibi;
+  int64_t alibi_batch, alibi_head;
+  const float* sink;
+  int64_t sink_head;
+  Dropout dropout;
+  const int64_t* rng_state;  // {seed, offset} in device memory, instead of dropout.seed and .offset
+  int64_t rng_stride;
+};
+
+struct ForwardParams {
+  SequenceParams sequence;
+  ScoreParams score;
+  RowTensor q, k, v, o;
+  bool o_is_float;  // o in float32, whatever q is
+  bool aligned;     // q, k, v: 16-byte aligned pointers, strides multiples of 8: the fast copies work
+  bool o_aligned;   // o likewise, and of q's type
+  int32_t head_dim, head_dim_v;
+  RowScalar lse;
+  float* max_logit;  // [batch, head], holds -inf when the kernel starts
+  int64_t max_logit_batch, max_logit_head;
+  int32_t pack;        // query heads of one key head that share a tile: row r is query r / pack, head r % pack of them
+  int32_t num_blocks;  // row blocks of the longest sequence
+  int32_t num_splits;  // > 1: o and lse go to the workspace, split by split
+  float* split_o;      // [split, row of (batch, head, query), head_dim_v]
+  float* split_lse;    // [split, row]
+};
+
+struct AppendParams {
+  SequenceParams sequence;
+  RowTensor k, v, k_new, v_new;  // k_new.data null: only queries to rotate
+  RowTensor q, q_rotated;
+  const void *cosines, *sines;
+  int64_t cos_position, cos_pair, sin_position, sin_pair;
+  bool table_is_float;
+  IndexVector rotary_seqlens;
+  int32_t rotary_dim;  // 0 = off
+  bool interleaved;
+  bool queries_advance;  // query i stands at base + i: with a causal mask or a window
+  int32_t head_dim, head_dim_v;
+};
+
+// The backward pass keeps lse, delta and the float32 sum of dq in workspace arrays in which every sequence starts at a
+// multiple of kRowPadding rows, so that the main kernel copies whole tiles of them without a bound.
+inline constexpr int kRowPadding = 128;
+
+struct BackwardParams {
+  SequenceParams sequence;
+  ScoreParams score;
+  RowTensor q, k, v, o, dout, dq, dk, dv;  // data null: gradient not asked for
+  bool o_is_float, dq_is_float, dk_is_float, dv_is_float;
+  bool aligned;      // q, k, v, dout: the fast copies work
+  bool o_aligned;    // o: 16-byte loads work
+  int32_t head_dim, head_dim_v, head_dim_rounded;
+  RowScalar lse, dlse;
+  int64_t padded_rows;  // per head, all sequences
+  float* lse_log2;      // [head, padded row]: lse * log2(e); +inf for a row that sees no key or does not exist
+  float* delta;         // [head, padded row]: rowsum(dout * o) - dlse
+  float* dq_sum;        // [head, padded row / 16, column / 8, lane, 4]: fragments of tensor-core tiles; null: no dq
+  int32_t num_key_blocks, num_query_blocks;  // of the longest sequence
+  // Deterministic: blocks take tickets, and the sums of a tile of queries are added in the order of the key blocks.
+  bool deterministic;
+  int32_t* ticket;  // [1]
+  int32_t* turn;    // [head, batch, query block, warp]
+  int32_t turns_per_block, block_m;
+  float* dalibi_parts;  // [batch, head, key block]
+  float* dbias_sum;     // like dbias, contiguous, float32
+  int64_t dbias_batch, dbias_head, dbias_row, dbias_key;
+};
+
+TW_HOST_DEVICE inline int64_t padded_row(const SequenceParams& p, int64_t q_begin, int64_t b) {
+  return p.packed_q ? (q_begin / kRowPadding + b) * kRowPadding
+                    : b * ((p.seqlen_q + kRowPadding - 1) / kRowPadding * kRowPadding);
+}
+
+}  // namespace tilewise::cuda

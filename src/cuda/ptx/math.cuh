@@ -1,0 +1,93 @@
+// Arithmetic of one instruction each, and conversions between float32 and the 16-bit types.
+#pragma once
+#include <cstdint>
+
+#include "cuda/ptx/mma.cuh"
+
+namespace tilewise::ptx {
+
+// 2^x; -inf gives 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats rounded to nearest even; `low` in the lower half.
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<bfloat16>(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<float16>(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+__device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __forceinline__ float16 from_float<float16>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+
+// Low and high half of a packed pair as floats.
+template <class T>
+__device__ __forceinline__ float2 unpack(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 unpack<bfloat16>(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <>
+__device__ __forceinline__ float2 unpack<float16>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// True if one of the two halves is inf or NaN: its exponent bits are all ones.
+template <class T>
+__device__ __forceinline__ bool has_nonfinite(uint32_t pair) {
+  constexpr uint32_t kExponent = sizeof(T) == 2 && __is_same(T, bfloat16) ? 0x7f80u : 0x7c00u;
+  return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
+}
+
+// max that every thread of a quad (the four lanes that share a fragment row) learns; likewise sum.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Largest float by integer order: works for any mix of signs. NaN, as the largest integer, stays.
+__device__ __forceinline__ void atomic_max(float* address, float value) {
+  if (isnan(value))
+    atomicMax(reinterpret_cast<int*>(address), 0x7fffffff);
+  else if (value >= 0)
+    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
+  else
+    atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
+}
+
+}  // namespace tilewise::ptx
