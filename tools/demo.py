@@ -143,7 +143,7 @@ def mebibytes(record: dict) -> float:
 
 
 def print_row(widths: list[int], cells: list[str]) -> None:
-  line = "  ".join(f"{c:<{w}}" if n < 2 else f"{c:>{w}}" for n, (w, c) in enumerate(zip(widths, cells)))
+  line = "  ".join(f"{c:<{w}}" if n == 0 else f"{c:>{w}}" for n, (w, c) in enumerate(zip(widths, cells)))
   print("  " + line.rstrip(), flush=True)
 
 
@@ -155,14 +155,14 @@ def every_kernel(tool: Tool) -> list[dict]:
   tensors = read_safetensors(TENSORS)
   print(f"\nOne attention layer of a sentence encoder on 245 tokens of Moby-Dick: {TENSORS.relative_to(ROOT)}")
   kernels = [k for k in tool.kernels() if k["backend"] in ("cpu", "reference") and k["available"]]
-  widths = [19, 9, 11, 10, 9, 10]
+  widths = [21, 9, 10, 9, 10]
   rows = []
   for dtype in ("f32", "bf16"):
     exact_passes, exact = tool.run(TENSORS, REFERENCE, dtype)
     for direction in ("forward", "backward"):
       problem = exact_passes[direction]["problem"]
       print(f"\n  {problem}")
-      print_row(widths, ["kernel", "", "max error", "time", "GFLOP/s", "memory"])
+      print_row(widths, ["kernel", "max error", "time", "GFLOP/s", "memory"])
       for kernel in kernels:
         name = kernel["name"]
         if kernel["pass"] not in (direction, "both") or not tool.takes(problem, name):
@@ -186,9 +186,8 @@ def every_kernel(tool: Tool) -> list[dict]:
       for row in rows:
         if row["problem"] == problem:
           error = f"{row['max_error']:.1e}" if "max_error" in row else "-"
-          kind = "float64" if row["kernel"] == REFERENCE else ""
           memory = text_of_memory(row["memory_mib"]) + ("*" if "memory_by_formula" in row else "")
-          print_row(widths, [row["kernel"], kind, error, text_of_time(row["time_ms"]), f"{row['gflops']:.1f}", memory])
+          print_row(widths, [row["kernel"], error, text_of_time(row["time_ms"]), f"{row['gflops']:.1f}", memory])
   print("\n  max error: against float64; of standard attention in float32, that of the model's own output"
         "\n  * by formula")
   return rows
@@ -199,9 +198,9 @@ def longer_and_longer(tool: Tool, max_seqlen: int) -> list[dict]:
   tensors = read_safetensors(TENSORS)
   heads, head_dim = tensors["q"][0][2:]
   print(f"\nThe same layer, the text repeated: forward, float32, {heads} heads, head_dim {head_dim}\n")
-  widths = [8, 0, 12, 13, 8, 13, 13, 11]
-  print_row(widths, ["tokens", "", "tilewise", "standard", "", "tilewise", "standard", "max error"])
-  print_row(widths, ["", "", "time", "time", "faster", "memory", "memory*", ""])
+  widths = [8, 11, 11, 8, 11, 11, 10]
+  print_row(widths, ["tokens", "tilewise", "standard", "", "tilewise", "standard", "max error"])
+  print_row(widths, ["", "time", "time", "faster", "memory", "memory*", ""])
   points = []
   seqlen, tensor_file = 512, tool.scratch / "longer.safetensors"
   while seqlen <= max_seqlen:
@@ -231,7 +230,7 @@ def longer_and_longer(tool: Tool, max_seqlen: int) -> list[dict]:
       point["max_error"] = error
     points.append(point)
     mark = "" if with_standard else "?"
-    print_row(widths, [f"{seqlen}", "", text_of_time(times["tilewise"]), text_of_time(times["standard"]) + mark,
+    print_row(widths, [f"{seqlen}", text_of_time(times["tilewise"]), text_of_time(times["standard"]) + mark,
                        f"{times['standard'] / times['tilewise']:.2f}x", text_of_memory(point["memory_mib"]["tilewise"]),
                        text_of_memory(point["memory_mib"]["standard"]), f"{error:.1e}" if error is not None else "-"])
     seqlen *= 2

@@ -1,0 +1,55 @@
+"""What the Python benchmarks share: interleaved medians, the machine, JSON output."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+
+import torch
+
+import tilewise
+
+RESULTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "results")
+
+
+def parser(description, output):
+    p = argparse.ArgumentParser(description=description)
+    p.add_argument("--output", default=os.path.join(RESULTS, output), help="JSON file (default: %(default)s)")
+    p.add_argument("--quick", action="store_true", help="few sizes and repetitions: a smoke test, not a measurement")
+    return p
+
+
+def machine():
+    return {
+        "cpu": tilewise.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "tilewise": tilewise.__version__,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "load_average": os.getloadavg(),
+    }
+
+
+def interleaved(functions, seconds, least=5):
+    """Median seconds per call of each function; one call of each in turn, so that noise hits all alike."""
+    for function in functions.values():
+        function()
+    times = {name: [] for name in functions}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < least:
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}, len(next(iter(times.values())))
+
+
+def write(path, report):
+    with open(path, "w") as file:
+        json.dump(report, file, indent=1)
+        file.write("\n")
+    print("wrote", path, file=sys.stderr)

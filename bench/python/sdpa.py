@@ -1,0 +1,65 @@
+"""Tilewise against torch's own scaled_dot_product_attention on the CPU, interleaved in one process.
+
+For every case the same tensors [b, h, s, d] go to F.scaled_dot_product_attention with and without tilewise.torch.sdpa();
+forward alone, and forward with backward. `ratio` is torch's time over Tilewise's: above 1, Tilewise is faster.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from common import interleaved, machine, parser, write
+
+import tilewise
+import tilewise.torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def case(dtype, d, s, causal, backward, seconds):
+    heads = 8 if s <= 2048 else 2
+    q, k, v = (torch.randn(1, heads, s, d, dtype=DTYPES[dtype], requires_grad=backward) for _ in range(3))
+    dout = torch.randn(1, heads, s, d, dtype=DTYPES[dtype])
+
+    def run():
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return torch.autograd.grad(o, (q, k, v), dout) if backward else (o,)
+
+    def ours():
+        with tilewise.torch.sdpa():
+            return run()
+
+    before = tilewise.torch.sdpa.calls
+    pairs = list(zip(ours(), run()))
+    if tilewise.torch.sdpa.calls != before + 1:
+        raise SystemExit("Tilewise did not take the call")
+    error = max((x.float() - y.float()).abs().max().item() for x, y in pairs)
+    times, count = interleaved({"tilewise": ours, "torch": run}, seconds, least=3)
+    flops = 4 * heads * s * s * d * (0.5 if causal else 1) * (3.5 if backward else 1)
+    return {
+        "dtype": dtype, "d": d, "s": s, "heads": heads, "causal": causal, "pass": "forward+backward" if backward else "forward",
+        "tilewise_ms": times["tilewise"] * 1e3, "torch_ms": times["torch"] * 1e3, "ratio": times["torch"] / times["tilewise"],
+        "tilewise_gflops": flops / times["tilewise"] / 1e9, "torch_gflops": flops / times["torch"] / 1e9,
+        "largest_difference": error, "repetitions": count,
+    }  # fmt: skip
+
+
+def main():
+    p = parser(__doc__.split("\n")[0], "python_sdpa.json")
+    p.add_argument("--seconds", type=float, default=3.0, help="per case")
+    arguments = p.parse_args()
+    lengths = (256,) if arguments.quick else (512, 2048, 8192)
+    seconds = 0.2 if arguments.quick else arguments.seconds
+    report = {"machine": machine(), "method": __doc__, "rows": []}
+    for backward, s, dtype, d, causal in itertools.product((False, True), lengths, DTYPES, (64, 128), (False, True)):
+        row = case(dtype, d, s, causal, backward, seconds)
+        report["rows"].append(row)
+        print("%-16s %-8s s=%-5d d=%-3d %-6s tilewise %9.3f ms  torch %9.3f ms  ratio %.2f" % (
+            row["pass"], dtype, s, d, "causal" if causal else "full", row["tilewise_ms"], row["torch_ms"], row["ratio"]), flush=True)  # fmt: skip
+    report["load_average_after"] = machine()["load_average"]
+    if not arguments.quick:
+        write(arguments.output, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Torch tensors as `_build` needs them, on the CPU and on CUDA devices."""
+
+import os
+
+import torch
+
+from .. import _abi, _call
+from .._library import check, lib
+from .._options import InvalidArgument
+
+CODES = {
+    torch.float32: _abi.FLOAT32,
+    torch.float16: _abi.FLOAT16,
+    torch.bfloat16: _abi.BFLOAT16,
+    torch.float64: _abi.FLOAT64,
+    torch.int32: _abi.INT32,
+    torch.int64: _abi.INT64,
+    torch.bool: _abi.BOOL,
+}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+# torch.set_num_threads governs calls on torch tensors, unless the environment says otherwise.
+_own_threads = bool(os.environ.get("TILEWISE_NUM_THREADS"))
+
+
+def target(backend, kernel, num_threads):
+    if not num_threads and not _own_threads:
+        num_threads = torch.get_num_threads()
+    return _call.target(backend, kernel, num_threads)
+
+
+def view(x, name):
+    """The 13 members of tw_tensor."""
+    code = CODES.get(x.dtype)
+    if code is None:
+        raise InvalidArgument(
+            "%s has dtype %s, must be float32, float16, bfloat16, float64, int32, int64 or bool" % (name, x.dtype)
+        )
+    if x.is_cpu:
+        device = index = 0
+    elif x.is_cuda:
+        device, index = 1, x.device.index or 0
+    else:
+        raise InvalidArgument("%s is on device %s, must be cpu or cuda" % (name, x.device))
+    n = x.dim()
+    if n == 4:
+        a, b, c, d = x.shape
+        e, f, g, h = x.stride()
+        return (x.data_ptr(), code, device, index, 4, a, b, c, d, e, f, g, h if d > 1 else 1)
+    if n == 3:
+        a, b, c = x.shape
+        e, f, g = x.stride()
+        return (x.data_ptr(), code, device, index, 3, a, b, c, 0, e, f, g if c > 1 else 1, 0)
+    if n == 2:
+        a, b = x.shape
+        e, f = x.stride()
+        return (x.data_ptr(), code, device, index, 2, a, b, 0, 0, e, f if b > 1 else 1, 0, 0)
+    if n == 1:
+        a = x.shape[0]
+        return (x.data_ptr(), code, device, index, 1, a, 0, 0, 0, x.stride(0) if a > 1 else 1, 0, 0, 0)
+    raise InvalidArgument("%s has shape %s, must have 1 to %d dimensions" % (name, tuple(x.shape), _abi.MAX_DIMS))
+
+
+class TorchKind:
+    """See `_build`."""
+
+    view = staticmethod(view)
+
+    def same(self, **tensors):
+        for name, x in tensors.items():
+            if x is not None:
+                self._tensor(x, name)
+
+    @staticmethod
+    def _tensor(x, name):
+        if not isinstance(x, torch.Tensor):
+            raise InvalidArgument("%s is a %s, must be a torch.Tensor like q" % (name, type(x).__name__))
+
+    def rows(self, x, name):
+        got = view(x, name)
+        if got[8 + x.dim()] != 1:  # last dimension not contiguous: the one copy that a call makes
+            x = x.contiguous()
+            got = view(x, name)
+        return x, got
+
+    def flat_rows(self, x, name):
+        self._tensor(x, name)
+        if x.dim() < 1:
+            raise InvalidArgument("%s has shape (), must have at least 1 dimension" % name)
+        shape = tuple(x.shape)
+        if x.dim() > _abi.MAX_DIMS:
+            x = x.reshape((-1, x.shape[-1]) if x.numel() else (0, x.shape[-1]))
+        x, got = self.rows(x, name)
+        return x, got, shape
+
+    def empty(self, shape, code, like):
+        return torch.empty(shape, dtype=DTYPES[code], device=like.device)
+
+    def copy(self, x):
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def lengths(self, x, like):
+        return torch.tensor(x, dtype=torch.int32, device=like.device) if isinstance(x, (list, tuple)) else x
+
+    def filled(self, x, batch, like, name):
+        if isinstance(x, torch.Tensor):
+            if x.dim():
+                return x
+            return x.to(torch.int32).expand(batch)
+        if isinstance(x, (list, tuple)):
+            return self.lengths(x, like)
+        return torch.full((batch,), x, dtype=torch.int32, device=like.device)
+
+    def writable(self, x, name):
+        pass
+
+    def extras(self, **tensors):
+        return [(name, x) for name, x in tensors.items() if x is not None]
+
+    def forward(self, options, views, seqlens, target):
+        if views[0][1][2] == _abi.CUDA:
+            _run_on_cuda(options, views, seqlens, target)
+        else:
+            _call.forward(options, views, seqlens, target)
+
+    def backward(self, options, views, seqlens, target):
+        if views[0][1][2] == _abi.CUDA:
+            _run_on_cuda(options, views, seqlens, target)
+        else:
+            _call.backward(options, views, seqlens, target)
+
+    def softmax(self, x, y, lse, target):
+        with _call.Tensors(x, y, lse) as (x_at, y_at, lse_at):
+            if x[2] == _abi.CUDA:
+                with torch.cuda.device(x[3]):
+                    check(lib.tw_softmax(x_at, y_at, lse_at, target, torch.cuda.current_stream(x[3]).cuda_stream))
+            else:
+                check(lib.tw_softmax(x_at, y_at, lse_at, target, None))
+
+    def merge(self, *views):
+        if any(v[2] != _abi.CPU for v in views):
+            raise InvalidArgument("merge_states: the tensors must be on the CPU")
+        with _call.Tensors(*views) as addresses:
+            check(lib.tw_merge_states(*addresses))
+
+
+# ---- CUDA: plan once per problem, workspace from torch's allocator on the current stream ----
+
+_plans = {}  # (problem, target) -> (address of tw_plan, workspace bytes); kept for good, as a call may be running
+
+
+def _plan(problem, target):
+    key = (problem, target)
+    found = _plans.get(key)
+    if found is None:
+        from ..planning import create
+
+        found = _plans[key] = create(problem, target)
+    return found
+
+
+def _run_on_cuda(options, views, seqlens, target):
+    index = views[0][1][3]
+    with torch.cuda.device(index):
+        problem = _call.describe(options, views, seqlens)
+        plan, workspace_bytes = _plan(problem, target)
+        # 64-byte alignment: torch's allocator hands out 512-byte blocks. Freed at once, reused in stream order.
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=views_device(index))
+        stream = torch.cuda.current_stream(index).cuda_stream
+        _call.run(plan, options, views, seqlens, workspace.data_ptr() or None, workspace_bytes, stream)
+
+
+def views_device(index):
+    return torch.device("cuda", index)
+
+
+kind = TorchKind()

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""The parts of README.md that come from elsewhere: quoted code, the support table, measured numbers.
+
+    tools/readme.py --check [--tilewise TOOL]      exit status 1, and what differs, if a part is not current
+    tools/readme.py --write --tilewise TOOL        makes them current
+
+Each part stands between two comments, <!-- begin KIND ARGUMENTS --> and <!-- end -->:
+
+    code FILE | FIRST | LAST   lines of FILE, from the one that begins with FIRST (spaces aside) to the next that does with LAST
+    kernels                    `tilewise list --markdown`; a build without CUDA leaves CUDA's rows as they are
+    numbers FILE...            a table of bench/results files, as `tilewise bench --json` writes them
+"""
+
+import argparse
+import difflib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PART = re.compile(r"(<!-- begin ([^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+LANGUAGES = {".c": "c", ".cpp": "cpp", ".py": "python"}
+
+
+def code(arguments: str) -> str:
+  file, first, last = (word.strip() for word in arguments.split("|"))
+  path = ROOT / file
+  lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+  begin = next((n for n, line in enumerate(lines) if line.strip().startswith(first)), None)
+  end = next((n for n, line in enumerate(lines) if begin is not None and n > begin and line.strip().startswith(last)), None)
+  if end is None:
+    sys.exit(f"readme: {file} has no lines from \"{first}\" to \"{last}\"")
+  return f"```{LANGUAGES[path.suffix]}\n{textwrap.dedent(''.join(lines[begin : end + 1]))}```\n"
+
+
+def kernels(current: str, tool: str) -> str:
+  table = subprocess.run([tool, "list", "--markdown"], check=True, capture_output=True, text=True).stdout
+  if "| cuda |" in table:
+    return table
+  header, separator, *rows = table.splitlines(keepends=True)
+  kept = [line for line in current.splitlines(keepends=True) if "| cuda |" in line]
+  return "".join([header, separator, *kept, *rows])
+
+
+def numbers(files: list[str]) -> str:
+  text = ""
+  for file in files:
+    path = ROOT / file
+    if not path.exists():
+      text += f"No numbers yet: `./dev bench` writes {file}.\n"
+      continue
+    record = json.loads(path.read_text(encoding="utf-8"))
+    peaks = ", ".join(f"{p['isa']} {(p['before'] + p['after']) / 2:,.0f} GFLOP/s" for p in record["peaks"])
+    model = next((line for line in record["machine"].splitlines() if line), "")
+    text += (f"From [{file}]({file}): {record['threads']} threads, {record.get('processor', model)}, {record['date'][:10]}; "
+             f"peak of multiply-adds measured in the same run: {peaks}.\n\n"
+             "| problem | kernel | time | GFLOP/s | of peak | standard attention |\n|---|---|---|---|---|---|\n")
+    for result in record["results"]:
+      median = result["samples"]["median"]
+      beside = ""
+      if "standard_samples" in result:
+        standard = result["standard_samples"]["median"]
+        beside = f"{1e3 * standard:,.1f} ms ({standard / median:.1f}x)"
+      text += (f"| `{result['problem']}` | `{result['kernel']}` | {1e3 * median:,.1f} ms | {result['gflops']:,.0f} | "
+               f"{result['percent_of_peak']:.0f} % | {beside} |\n")
+  return text
+
+
+def rendered(text: str, tool: str | None) -> str:
+  def part(match: re.Match) -> str:
+    kind, _, arguments = match.group(2).partition(" ")
+    if kind == "code":
+      body = code(arguments)
+    elif kind == "kernels":
+      body = kernels(match.group(3), tool) if tool else match.group(3)
+    elif kind == "numbers":
+      body = numbers(arguments.split())
+    else:
+      sys.exit(f"readme: unknown part {kind}")
+    return match.group(1) + body + match.group(4)
+
+  return PART.sub(part, text)
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  mode = parser.add_mutually_exclusive_group(required=True)
+  mode.add_argument("--check", action="store_true")
+  mode.add_argument("--write", action="store_true")
+  parser.add_argument("--tilewise", help="the built command line tool; without it the support table is left out")
+  arguments = parser.parse_args()
+  before = README.read_text(encoding="utf-8")
+  if not PART.search(before):
+    sys.exit("readme: README.md has no parts")
+  after = rendered(before, arguments.tilewise)
+  if arguments.write:
+    README.write_text(after, encoding="utf-8")
+    return 0
+  if before != after:
+    sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "README.md", "README.md, current"))
+    print("run: tools/readme.py --write --tilewise build/src/cli/tilewise")
+    return 1
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
