@@ -105,8 +105,14 @@ def test_agrees_with_float64(p):
     got = (o, lse, torch.autograd.grad(loss, [x for _, x in named]))
     # lse, slopes, sinks and their gradients are float32 in every dtype; through them, float64 has float32's error too.
     kind = torch.float32 if dtype == torch.float64 else dtype
+    # The backward pass recomputes P = exp(s - lse): the rounding of s and of lse, relative to P, is that of sum |q_c k_c|.
+    # Standard attention normalises P afterwards, so that part of this error cancels there, and needs an allowance here.
+    scale = options.get("softmax_scale", tensors[0].shape[-1] ** -0.5)
+    pairs = torch.einsum("bihd,bjhd->bhij", tensors[0].float().abs(), tensors[1].float().abs().repeat_interleave(p["sizes"][3] // p["sizes"][4], 2))
+    condition = 1 + abs(scale) * (pairs.max().item() if pairs.numel() else 0.0)
+    recomputed = condition * torch.finfo(torch.float32).eps / oracle.RELATIVE[kind]
     for name, x, y, z in zip(["o", "lse"] + [n for n, _ in named], got[:2] + got[2], want[:2] + want[2], plain[:2] + plain[2]):
-        oracle.assert_close(x, y, kind, name, 2.0 if name in ("o", "lse") else 6.0, z)
+        oracle.assert_close(x, y, kind, name, 2.0 if name in ("o", "lse") else 6.0 + 4.0 * recomputed, z)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5), st.booleans(), st.integers(0, 30),

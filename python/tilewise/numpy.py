@@ -123,4 +123,3 @@ attention_backward = _frontend.attention_backward
 softmax = _frontend.softmax
 merge_states = _frontend.merge_states
 describe = _frontend.describe
-

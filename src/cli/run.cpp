@@ -30,6 +30,7 @@ struct Record {
   tw_plan_info info;
   double seconds;
   int64_t peak_growth;  // bytes, -1 = unknown
+  double score_matrix;  // bytes of one float32 score for each pair of tokens, which standard attention writes out
 };
 
 Problem problem_of(const Options& o) {
@@ -107,7 +108,9 @@ io::Array as_float32(const io::Array& array) {
 }
 
 Record execute(const Plan& plan, const Problem& problem, const Tensors& tensors) {
-  Record record{problem.text(), plan.info(), 0, 0};
+  const tw_problem& p = problem.c();
+  const double pairs = static_cast<double>(p.batch * p.num_heads_q) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
+  Record record{problem.text(), plan.info(), 0, 0, 4 * pairs};
   const PeakMemory peak;
   const auto begin = std::chrono::steady_clock::now();
   plan.run(tensors, plan.make_workspace());
@@ -137,10 +140,10 @@ void report(const std::vector<Record>& records, const std::vector<std::string>& 
     text += fmt::format("problem  {}\nkernel   {}{}{}\n", r.problem, r.info.kernel, r.info.config[0] ? ": " : "",
                         r.info.config);
     text += fmt::format("time     {} ({:.1f} GFLOP/s), one cold run\n", seconds_text(r.seconds), gflops(r));
-    text += fmt::format("memory   {} workspace; {} measured above inputs and outputs; standard attention: {}\n",
+    text += fmt::format("memory   {} workspace; {} measured above inputs and outputs; standard attention: {}, each score matrix {}\n",
                         bytes_text(static_cast<double>(r.info.workspace_bytes)),
                         r.peak_growth < 0 ? "not" : bytes_text(static_cast<double>(r.peak_growth)),
-                        bytes_text(static_cast<double>(r.info.standard_bytes)));
+                        bytes_text(static_cast<double>(r.info.standard_bytes)), bytes_text(r.score_matrix));
   }
   text += "wrote   ";
   for (const std::string& path : paths) text += " " + path;

@@ -27,8 +27,8 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kBlockM = 192;       // query rows: a multiple of the strip (6); P and dS of a block take 2 x 147 KB of L2
-constexpr int64_t kMaxRanges = 16;     // partial dQ in flight
-constexpr int64_t kWantedTasks = 32;
+constexpr int64_t kMaxRanges = 8;      // partial dQ in memory: each is as large as dQ in float32
+constexpr int64_t kWantedTasks = 16;
 constexpr double kSerialFlops = 4e6;
 constexpr int64_t kMaxHeadDim = 256;
 

@@ -120,7 +120,8 @@ void row_gradients(const Call& call, const Sequence& s, int64_t h, int64_t i, co
   double sum = sink_weight;
   for (int64_t j = keys.begin; j < keys.end; ++j)
     if (call.visible(s, h, i, j)) sum += scratch.p[j] = OnlineSoftmax<double>::weight(scratch.p[j], max);
-  const double own = max + std::log(sum), given = load_element(t.lse->data, t.lse->dtype, lse_offset(p, *t.lse, s, i, h));
+  const double own = max + std::log(sum);
+  const double given = t.lse == nullptr ? own : load_element(t.lse->data, t.lse->dtype, lse_offset(p, *t.lse, s, i, h));
   const bool more_keys = sum > 0 && std::isfinite(given) && std::fabs(given - own) > kLseRounding * (1 + std::fabs(own));
   if (more_keys) sum = std::exp(given - max);
   memory.rows.max[index] = max;

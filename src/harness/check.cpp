@@ -167,7 +167,12 @@ struct Judge {
   // the float32 rounding of lse (|s| + log n) and of a dot product of head_dim terms (half a unit of s per 16 terms when,
   // as with constant inputs, all roundings point the same way).
   double float_terms() const {
-    const double terms = 8 + max_score + 3 * std::max(0.0, max_score - 32);
+    // Sums over keys or rows: as long as the roundings are random they add sqrt(n) units, which 8 covers; with constant
+    // inputs all point the same way, up to n / 2.
+    const int64_t rows = problem.num_heads_k > 0 ? problem.seqlen_q * (problem.num_heads_q / problem.num_heads_k) : 0;
+    const int64_t summed = problem.pass == TW_FORWARD ? problem.seqlen_k : std::max(problem.seqlen_k, rows);
+    const double sums = request.input == InputKind::kConstant ? static_cast<double>(summed) / 16 : 0;
+    const double terms = 8 + sums + max_score + 3 * std::max(0.0, max_score - 32);
     if (problem.pass == TW_FORWARD) return terms;
     return terms + std::log1p(static_cast<double>(problem.seqlen_k)) + max_score * static_cast<double>(problem.head_dim) / 32;
   }

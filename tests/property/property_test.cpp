@@ -1,5 +1,6 @@
 // Random problems over everything that the contract allows, on every row. rapidcheck shrinks a failing problem to a small
-// one; the line to reproduce it is printed. Time-boxed: TILEWISE_PROPERTY_SECONDS (default 60), TILEWISE_PROPERTY_SEED.
+// one; the line to reproduce it is printed. Time-boxed: TILEWISE_PROPERTY_SECONDS (default 60), TILEWISE_PROPERTY_SEED (default 1:
+// a run that fails must fail again; other seeds are for whoever looks for trouble).
 #include <rapidcheck.h>
 
 #include <chrono>
@@ -115,7 +116,7 @@ TEST(Property, EveryRowOnRandomProblems) {
   int problems = 0, checks = 0;
   rc::detail::TestParams params;
   const char* seed = std::getenv("TILEWISE_PROPERTY_SEED");
-  params.seed = seed != nullptr ? std::strtoull(seed, nullptr, 10) : static_cast<uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
+  params.seed = seed != nullptr ? std::strtoull(seed, nullptr, 10) : 1;
   params.maxSuccess = 100000;
   params.maxSize = 100;
   const auto property = [&] {

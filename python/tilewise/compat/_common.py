@@ -15,7 +15,9 @@ def check_inputs(q, *others):
         )
     for name, x in others:
         if x.dtype != q.dtype:
-            raise InvalidArgument("%s: dtype %s, must be that of q, %s: query and %s must have the same dtype" % (name, x.dtype, q.dtype, name))
+            raise InvalidArgument(
+                "%s: dtype %s, must be that of q, %s: query and %s must have the same dtype" % (name, x.dtype, q.dtype, name)
+            )
 
 
 def window(window_size, causal):

@@ -65,7 +65,7 @@ def _pattern(function):
 
     if function is m.causal_mask_function:
         return True, None
-    if function is m.bidirectional_mask_function:
+    if function is getattr(m, "bidirectional_mask_function", None):  # not in transformers 4
         return False, None
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ())) if hasattr(function, "__code__") else {}
     name = getattr(function, "__qualname__", "")
@@ -114,13 +114,15 @@ def attention_mask(batch_size, q_length=None, kv_length=None, q_offset=0, kv_off
         window = None
     first = q_offset - kv_offset  # position of query 0 among the keys
     last = first + q_length  # one past the last query
-    if attention_mask is not None and kv_offset and attention_mask.shape[1] == kv_length < q_offset + q_length:
-        # generate() makes the masks of a static cache itself, and the model then asks again with that mask, which
-        # begins at kv_offset already.
-        attention_mask = torch.nn.functional.pad(attention_mask, (kv_offset, 0), value=True)
-    keep = m.prepare_padding_mask(attention_mask, kv_length, kv_offset) if attention_mask is not None else None
-    if keep is not None:
-        keep = keep[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    keep = None
+    if attention_mask is not None:
+        keep = attention_mask.to(torch.bool)
+        if kv_offset and keep.shape[1] == kv_length < q_offset + q_length:
+            # generate() makes the masks of a static cache itself, and the model then asks again with that mask, which
+            # begins at kv_offset already.
+            keep = torch.nn.functional.pad(keep, (kv_offset, 0), value=True)
+        keep = torch.nn.functional.pad(keep, (0, max(0, kv_offset + kv_length - keep.shape[1])))
+        keep = keep[:, kv_offset : kv_offset + kv_length]
     if causal and last < kv_length:  # a static cache: keys after the last query are not there yet
         if keep is None:
             keep = torch.ones((batch_size, kv_length), dtype=torch.bool, device=kwargs.get("device", "cpu"))
