@@ -29,10 +29,6 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, bias, alibi_slopes, sinks, call):
         ctx.set_materialize_grads(False)
         ctx.call = call
-        if call.plain:
-            o, lse = _forward_plain(q, k, v, call.options, call.target, True)
-            ctx.save_for_backward(q, k, v, o, lse, None, None, None)
-            return o, lse
         extra = call.extra(bias, alibi_slopes, sinks)
         o, lse, max_logit, mask = _build.forward(
             kind, q, k, v, extra, call.options, call.seqlens, call.target, packed_q=call.packed_q, want_lse=True,
@@ -53,6 +49,29 @@ class _Attention(torch.autograd.Function):
         compute = _gradients if not torch.is_grad_enabled() else _Once.apply  # enabled: create_graph=True
         found = dict(zip(wanted, compute(ctx.call, wanted, dout, dlse, *ctx.saved_tensors)))
         return tuple(found.get(name) for name, _ in _GRADIENTS) + (None,)
+
+
+class _Plain(torch.autograd.Function):
+    """`_Attention` for q, k and v alone: fewer arguments to hand through autograd."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options, where):
+        o, lse = _forward_plain(q, k, v, options, where, True)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.target = options, where
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        wanted = tuple(name for name, needed in zip(("dq", "dk", "dv"), ctx.needs_input_grad) if needed)
+        if not wanted or (dout is None and dlse is None):
+            return (None,) * 5
+        call = _Arguments()
+        call.options, call.seqlens, call.target, call.names = ctx.options, _call.NO_SEQLENS, ctx.target, ()
+        compute = _gradients if not torch.is_grad_enabled() else _Once.apply
+        found = dict(zip(wanted, compute(call, wanted, dout, dlse, *ctx.saved_tensors, None, None, None)))
+        return found.get("dq"), found.get("dk"), found.get("dv"), None, None
 
 
 def _gradients(call, wanted, dout, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *tensors):
@@ -86,7 +105,10 @@ def _forward_plain(q, k, v, options, where, want_lse):
     v0, v1, v2, v3 = v.stride()
     if (q3 != 1 and d > 1) or (k3 != 1 and k.shape[3] > 1) or (v3 != 1 and dv > 1) or None in (code, k_code, v_code):
         return _build.forward(kind, q, k, v, (), options, _call.NO_SEQLENS, where, want_lse=want_lse)[:2]
-    o = torch.empty((b, sq, hq, dv), dtype=dtype)
+    if dv == d and q2 == d and q1 == hq * d and q0 == sq * q1:
+        o = torch.empty_like(q)  # half the time of torch.empty
+    else:
+        o = torch.empty((b, sq, hq, dv), dtype=dtype)
     views = (
         q.data_ptr(), code, 0, 0, 4, b, sq, hq, d, q0, q1, q2, 1,
         k.data_ptr(), k_code, 0, 0, 4, *k.shape, k0, k1, k2, 1,
@@ -105,7 +127,7 @@ class _Arguments:
     """What a call has besides its differentiable tensors."""
 
     __slots__ = ("options", "seqlens", "target", "packed_q", "names", "tensors", "want_max_logit", "want_dropout_mask",
-                 "batch", "seqlen_k", "plain")  # fmt: skip
+                 "batch", "seqlen_k")  # fmt: skip
 
     def extra(self, bias, alibi_slopes, sinks, tensors=None):
         extra = list(zip(self.names, self.tensors if tensors is None else tensors)) if self.names else []
@@ -198,11 +220,14 @@ def _call_attention(q, k, v, bias, alibi_slopes, sinks, lengths, causal, window,
             raise InvalidArgument("out: must be None where a gradient is needed; use torch.no_grad()")
         if "page_table" in lengths:
             raise Unsupported("page_table: attention over paged keys has no gradient; use torch.no_grad()")
+        if plain:
+            got = _Plain.apply(q, k, v, options, where)
+            return got if return_lse else got[0]
         call = _Arguments()
         call.options, call.seqlens, call.target, call.packed_q = options, seqlens, where, packed_q
         call.names, call.tensors = tuple(lengths), tuple(lengths.values())
         call.want_max_logit, call.want_dropout_mask = return_max_logit, return_dropout_mask
-        call.batch, call.seqlen_k, call.plain = batch, seqlen_k, plain
+        call.batch, call.seqlen_k = batch, seqlen_k
         got = _Attention.apply(q, k, v, bias, alibi_slopes, sinks, call)
         if not (return_max_logit or return_dropout_mask):
             return got if return_lse else got[0]
