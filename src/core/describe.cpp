@@ -233,7 +233,8 @@ class Describer {
       const int64_t full[4] = {p_.batch, p_.num_heads_q, p_.seqlen_q, p_.seqlen_k};
       for (int32_t n = 0; n < 4; ++n) {
         if (bias.shape[n] != full[n] && bias.shape[n] != 1)
-          return invalid("bias: shape ", list_text(bias.shape, 4), ": must be ", list_text(full, 4), " or 1 in each dimension ([batch, num_heads_q, seqlen_q, seqlen_k])");
+          return invalid("bias: shape ", list_text(bias.shape, 4), ": must be ", list_text(full, 4),
+                         " or 1 in each dimension ([batch, num_heads_q, seqlen_q, seqlen_k])");
         // Where the full size is 1, both readings are the same tensor: the options' reading stands.
         if (full[n] == 1 ? (given >> n & 1) != 0 : bias.shape[n] == full[n]) p_.bias_dims |= 1 << n;
       }

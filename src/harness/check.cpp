@@ -196,7 +196,8 @@ struct Judge {
   // Section "accuracy" of the tests: Gaussian inputs have limits of their own, whatever the baseline does.
   double gaussian_limit() const {
     // With a handful of keys dP - delta cancels, and the rounding of o is all that the error shows.
-    const bool plain = request.input == InputKind::kGaussian && (problem.pass == TW_FORWARD || problem.seqlen_k >= 16) && std::isnan(problem.softmax_scale) && problem.dropout_p == 0 && problem.softcap == 0;
+    const bool plain = request.input == InputKind::kGaussian && (problem.pass == TW_FORWARD || problem.seqlen_k >= 16) &&
+                       std::isnan(problem.softmax_scale) && problem.dropout_p == 0 && problem.softcap == 0;
     if (!plain || baseline == nullptr) return INFINITY;
     const bool forward = problem.pass == TW_FORWARD;
     switch (problem.dtype) {

@@ -1,0 +1,92 @@
+// Shapes of the sm_90a forward rows: a reason per number, and the sums of registers and shared memory that they cost.
+#pragma once
+#include <cstdint>
+
+#include "core/host_device.h"
+#include "cuda/config_sm80.h"
+
+namespace tilewise::cuda {
+
+enum class RowSum : int {
+  kFloat32,     // one addition per score: what an exported lse needs (1e-6)
+  kOnesColumn,  // eight columns of ones behind V: sums of the rounded P, right for o, too coarse for lse (2^-8 on few keys)
+};
+
+enum class Sm90Shape : int {
+  kD64,        // long sequences
+  kD64Short,   // more rows a block and smaller key tiles: less waste at the ends
+  kD64Causal,  // the same without turns: warpgroups have different numbers of tiles, and would wait for each other
+  kD128,
+  kD128Short,  // the same, with half the keys a tile: less of a causal tile is masked
+  kD256,
+};
+
+struct ForwardSm90Config {
+  Element element;
+  RowSum row_sum;
+  int head_dim;         // of q, k and v, rounded up; columns beyond the real ones are zeros
+  int consumers;        // warpgroups, 64 query rows each
+  int block_n;          // keys
+  int stages;           // of K and of V
+  int q_slots;          // query tiles in shared memory
+  bool q_in_registers;  // fragments are loaded once a tile, and the slot is free at once
+  bool ping_pong;       // warpgroups take turns at issuing products
+  int o_columns;        // columns of O that a warpgroup stages at a time on their way to memory
+
+  TW_HOST_DEVICE constexpr int block_m() const { return 64 * consumers; }
+  TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }  // of 64 columns, 128 bytes a row
+  TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (consumers + 1); }
+  TW_HOST_DEVICE constexpr bool ones() const { return row_sum == RowSum::kOnesColumn; }
+  TW_HOST_DEVICE constexpr int pv_columns() const { return head_dim + (ones() ? 8 : 0); }
+
+  // setmaxnreg: what the launch gives (65,536 / threads, in steps of 8) is moved from producer to consumers; the sums
+  // over all warpgroups must agree: 3 x 168 = 40 + 2 x 232, 4 x 128 = 32 + 3 x 160, 5 x 96 = 32 + 4 x 112.
+  TW_HOST_DEVICE constexpr int consumer_registers() const { return consumers == 2 ? 232 : consumers == 3 ? 160 : 112; }
+  TW_HOST_DEVICE constexpr int producer_registers() const { return consumers == 2 ? 40 : 32; }
+
+  // The producer's warps: one loads K and V, one hands out tiles and loads Q, and two store O, one for each of two
+  // consumers; more consumers store their own.
+  TW_HOST_DEVICE constexpr bool store_warps() const { return consumers == 2; }
+
+  // Tiles that are described in shared memory, a power of two. A consumer that enters tile n may still have to finish
+  // n - 2, while tile n + 2 is handed out.
+  static constexpr int kWorkSlots = 8;
+
+  // Shared memory, in bytes. Every panel starts at a multiple of 1024, the period of the 128-byte swizzle.
+  TW_HOST_DEVICE constexpr int q_bytes() const { return block_m() * head_dim * 2; }
+  TW_HOST_DEVICE constexpr int k_bytes() const { return block_n * head_dim * 2; }
+  TW_HOST_DEVICE constexpr int ones_bytes() const { return ones() ? block_n * 128 : 0; }
+  // From d = 128 on every stage of V has its own panel of ones at the distance of its own panels; one panel of V can
+  // name any distance to a panel that all stages share.
+  TW_HOST_DEVICE constexpr int v_stage_bytes() const { return k_bytes() + (panels() > 1 ? ones_bytes() : 0); }
+  TW_HOST_DEVICE constexpr int o_bytes() const { return 64 * o_columns * 2; }  // per warpgroup
+
+  TW_HOST_DEVICE constexpr int o_offset() const { return q_slots * q_bytes(); }
+  TW_HOST_DEVICE constexpr int k_offset() const { return o_offset() + consumers * o_bytes(); }
+  TW_HOST_DEVICE constexpr int v_offset() const { return k_offset() + stages * k_bytes(); }
+  TW_HOST_DEVICE constexpr int ones_offset() const { return v_offset() + stages * v_stage_bytes(); }
+  TW_HOST_DEVICE constexpr int barrier_offset() const { return ones_offset() + (panels() > 1 ? 0 : ones_bytes()); }
+  TW_HOST_DEVICE constexpr int num_barriers() const { return 2 * (q_slots + 2 * stages + consumers) + kWorkSlots + 1; }
+  TW_HOST_DEVICE constexpr int work_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
+  // Does a causal mask leave whole key tiles of the block to its lower warpgroups alone?
+  TW_HOST_DEVICE constexpr bool skips() const { return block_m() - 64 >= block_n; }
+  TW_HOST_DEVICE constexpr int shared_bytes() const { return work_offset() + (kWorkSlots + consumers) * 32; }
+
+  TW_HOST_DEVICE constexpr bool valid() const {
+    return head_dim % 64 == 0 && block_n % 64 == 0 && shared_bytes() <= 227 * 1024 && head_dim % o_columns == 0 &&
+           consumers >= 2 && consumers <= 4 && (q_in_registers || q_slots > 1 || head_dim == 256);
+  }
+};
+
+TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, Sm90Shape shape, RowSum row_sum) {
+  switch (shape) {
+    case Sm90Shape::kD64: return {element, row_sum, 64, 3, 128, 3, 2, false, true, 64};
+        case Sm90Shape::kD64Short: return {element, row_sum, 64, 4, 64, 6, 2, false, true, 64};
+    case Sm90Shape::kD64Causal: return {element, row_sum, 64, 4, 64, 6, 2, false, false, 64};
+    case Sm90Shape::kD128: return {element, row_sum, 128, 2, 128, 2, 1, true, true, 128};
+    case Sm90Shape::kD128Short: return {element, row_sum, 128, 2, 64, 4, 1, true, true, 128};
+    default: return {element, row_sum, 256, 2, 64, 2, 1, false, true, 128};
+  }
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,697 @@
+// Forward attention with the copy engine and the asynchronous tensor cores (sm_90a).
+//
+// A block stays on its multiprocessor and takes tile after tile: 64 query rows for each of its consumer warpgroups.
+// Threads of the producer warpgroup hand out the tiles, load Q, K and V ahead of their use, and store O after it. The
+// pipeline does not drain between tiles. Step j of a consumer, inside a tile and across tiles alike:
+//
+//   S(j) = Q K(j)^T             issued, then
+//   O += P(j-1) V(j-1)          issued behind it, while
+//   P(j) = 2^(S(j) c - m)       is computed as soon as S(j) is there
+//
+// and in the first step of a tile, the previous tile's O is finished and goes out. The consumers take turns at issuing
+// (ping-pong), so that one computes exponentials while the tensor cores work for the other. docs/kernels/forward_sm90.md
+// has the timeline, tile/softmax_sm90.cuh the softmax, forward_sm90_redo.cuh what happens to rows that it cannot do.
+#pragma once
+#include "cuda/config_sm90.h"
+#include "cuda/params_sm90.h"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/panel_sm90.cuh"
+#include "cuda/tile/softmax_sm90.cuh"
+#include "cuda/tile/work_sm90.cuh"
+
+namespace tilewise::cuda {
+
+template <Element E>
+struct Sm90Element {
+  using Type = ptx::bfloat16;
+};
+template <>
+struct Sm90Element<Element::kFloat16> {
+  using Type = ptx::float16;
+};
+
+// Addresses in shared memory.
+template <ForwardSm90Config C>
+struct SharedSm90 {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t q(int slot) const { return base + slot * C.q_bytes(); }            // [block_m, d]
+  __device__ __forceinline__ uint32_t o(int consumer) const { return base + C.o_offset() + consumer * C.o_bytes(); }
+  __device__ __forceinline__ uint32_t k(int stage) const { return base + C.k_offset() + stage * C.k_bytes(); }
+  __device__ __forceinline__ uint32_t v(int stage) const { return base + C.v_offset() + stage * C.v_stage_bytes(); }
+  __device__ __forceinline__ uint32_t ones(int stage) const {  // [block_n, 64]
+    return C.panels() > 1 ? v(stage) + C.k_bytes() : base + C.ones_offset();
+  }
+  __device__ __forceinline__ uint32_t barrier(int n) const { return base + C.barrier_offset() + 8 * n; }
+  __device__ __forceinline__ uint32_t q_full(int slot) const { return barrier(slot); }
+  __device__ __forceinline__ uint32_t q_empty(int slot) const { return barrier(C.q_slots + slot); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 * C.q_slots + stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(2 * C.q_slots + C.stages + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(2 * C.q_slots + 2 * C.stages + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(2 * C.q_slots + 3 * C.stages + stage); }
+  __device__ __forceinline__ uint32_t o_full(int consumer) const {
+    return barrier(2 * C.q_slots + 4 * C.stages + consumer);
+  }
+  __device__ __forceinline__ uint32_t o_empty(int consumer) const {
+    return barrier(2 * C.q_slots + 4 * C.stages + C.consumers + consumer);
+  }
+  __device__ __forceinline__ uint32_t work_full(int tile) const {
+    return barrier(2 * C.q_slots + 4 * C.stages + 2 * C.consumers + tile % C.kWorkSlots);
+  }
+  __device__ __forceinline__ uint32_t take_next() const {
+    return barrier(2 * C.q_slots + 4 * C.stages + 2 * C.consumers + C.kWorkSlots);
+  }
+  __device__ __forceinline__ Work* work(unsigned char* shared, int tile) const {
+    return reinterpret_cast<Work*>(shared + C.work_offset()) + tile % C.kWorkSlots;
+  }
+  // Where a consumer's staged columns of O go; box.at[1] < 0: there is no more.
+  __device__ __forceinline__ ptx::BoxOrigin* o_box(unsigned char* shared, int consumer) const {
+    return reinterpret_cast<ptx::BoxOrigin*>(shared + C.work_offset() + (C.kWorkSlots + consumer) * 32);
+  }
+};
+
+// ---- producer -------------------------------------------------------------------------------------------------------
+
+// One box of all panels of a tile, or a box a panel whose columns end at head_dim.
+template <ForwardSm90Config C>
+__device__ __forceinline__ void load_tile(const ForwardSm90Params& p, uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                          int rows, int row, int head, int batch) {
+  ptx::tma_load(to, map, barrier, {{0, row, 0, head, batch}});
+  if constexpr (C.panels() > 1)
+    for (int n = 1; n < p.loads_per_tile; ++n)
+      ptx::tma_load(to + n * rows * 128, map, barrier, {{n * 64, row, 0, head, batch}});
+}
+
+// One thread: decides which tile comes next, and loads its Q as soon as there is room. With a counter, it takes the next
+// tile as late as it can without waiting, so that blocks finish together.
+template <ForwardSm90Config C>
+__device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
+  Ring<C.q_slots> q;
+  TileSource<C.block_m()> source(p);
+  uint32_t parity = 0;
+  for (unsigned tile = 0;; ++tile) {
+    Work& work = *shared.work(memory, tile);
+    source.write(work);
+    ptx::mbarrier_arrive(shared.work_full(tile));
+    ptx::mbarrier_wait(shared.q_empty(q.stage), q.parity ^ 1);
+    if (work.first_row < 0) {
+      ptx::mbarrier_arrive(shared.q_full(q.stage));
+      return;
+    }
+    ptx::mbarrier_arrive_expect(shared.q_full(q.stage), C.q_bytes());
+    load_tile<C>(p, shared.q(q.stage), p.q, shared.q_full(q.stage), C.block_m(), work.q_begin + work.first_row, work.head,
+                 p.forward.sequence.packed_q ? 0 : work.batch);
+    q.advance();
+    if (p.order.counter != nullptr) {
+      ptx::mbarrier_wait(shared.take_next(), parity);
+      parity ^= 1;
+    }
+    source.tile = source.take_next();
+  }
+}
+
+// One thread: K(0), K(1), V(0), K(2), V(1), ..., on into the next tile.
+template <ForwardSm90Config C>
+__device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
+  Ring<C.stages> k, v;
+  int v_row = 0, v_head = 0, v_batch = -1;  // the V that goes with the last K; none yet
+  const auto load_v = [&] {
+    ptx::mbarrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
+    ptx::mbarrier_arrive_expect(shared.v_full(v.stage), C.k_bytes());
+    load_tile<C>(p, shared.v(v.stage), p.v, shared.v_full(v.stage), C.block_n, v_row, v_head, v_batch);
+    v.advance();
+  };
+
+  const int group = p.forward.sequence.num_heads_q / p.forward.sequence.num_heads_k;
+  for (unsigned tile = 0;; ++tile) {
+    ptx::mbarrier_wait(shared.work_full(tile), tile / C.kWorkSlots & 1);
+    const Work& work = *shared.work(memory, tile);
+    if (work.first_row < 0) break;
+    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n>(p, work);
+    const int head = work.head / group, batch = p.forward.sequence.packed_k ? 0 : work.batch;
+    const int take_next_at = min(tiles.count, p.order.lead);
+    int row = work.k_begin + tiles.top;
+    for (int n = tiles.count; n > 0; --n) {
+      if (n == take_next_at && p.order.counter != nullptr) ptx::mbarrier_arrive(shared.take_next());
+      row -= C.block_n;
+      ptx::mbarrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
+      ptx::mbarrier_arrive_expect(shared.k_full(k.stage), C.k_bytes());
+      load_tile<C>(p, shared.k(k.stage), p.k, shared.k_full(k.stage), C.block_n, row, head, batch);
+      k.advance();
+      if (v_batch >= 0) load_v();
+      v_row = row, v_head = head, v_batch = batch;
+    }
+  }
+  if (v_batch >= 0) load_v();
+}
+
+template <ForwardSm90Config C>
+__device__ __forceinline__ void store_box(const ForwardSm90Params& p, uint32_t from, const ptx::BoxOrigin& box) {
+  const int boxes = p.loads_per_tile == 1 ? 1 : C.o_columns / 64;
+  for (int n = 0; n < boxes; ++n) {
+    ptx::BoxOrigin at = box;
+    at.at[0] += n * 64;
+    ptx::tma_store(p.o, from + n * 64 * 128, at);
+  }
+  ptx::tma_store_commit();
+}
+
+// One thread per consumer: sends what it staged, column group by column group.
+template <ForwardSm90Config C>
+__device__ __forceinline__ void store_output(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory,
+                                             int consumer) {
+  for (uint32_t parity = 0;; parity ^= 1) {
+    ptx::mbarrier_wait(shared.o_full(consumer), parity);
+    const ptx::BoxOrigin box = *shared.o_box(memory, consumer);
+    if (box.at[1] < 0) break;
+    store_box<C>(p, shared.o(consumer), box);
+    ptx::tma_store_wait_read<0>();
+    ptx::mbarrier_arrive(shared.o_empty(consumer));
+  }
+  ptx::tma_store_wait_all();  // shared memory lives until the block ends
+}
+
+// ---- consumer -------------------------------------------------------------------------------------------------------
+
+template <ForwardSm90Config C>
+struct ConsumerSm90 {
+  using T = typename Sm90Element<C.element>::Type;
+  using Range = SoftmaxRange<C.element>;
+  static constexpr int kS = C.block_n / 2;       // registers of S, of P twice as dense, of O
+  static constexpr int kP = C.block_n / 4;
+  static constexpr int kO = C.pv_columns() / 2;
+  static constexpr int kQ = C.q_in_registers ? C.head_dim / 4 : 1;
+  static constexpr bool kSum = !C.ones();
+
+  const ForwardSm90Params& p;
+  const SharedSm90<C> shared;
+  unsigned char* const memory;
+  const int consumer, warp, lane;  // warp of the warpgroup
+
+  float o[kO];
+  uint32_t probabilities[kP];  // P(j-1), as the A operand of the next product
+  uint32_t query[kQ];
+  RowStatistics rows;
+  bool o_empty = true;  // the next product starts a tile: it does not add to what O holds
+  bool unstored = false;    // the second half of O is still that of the tile before
+  bool again = false;       // that tile has rows to be computed again
+  Ring<C.q_slots> q;
+  Ring<C.stages> k, v;
+  uint32_t o_parity = 1;
+
+  unsigned tile = 0;   // number of the next tile's Work in shared memory
+  int steps;           // key tiles of this consumer
+  int unmasked_steps;  // of these, the first ones need no mask at their lower end
+  int skip_v = 0;      // stages of V that belong to tiles which this consumer does not need; of the next tile
+  int next_skip_v = 0;
+
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void my_turn() const {
+    if constexpr (C.ping_pong) ptx::barrier_sync(1 + consumer, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (C.ping_pong) ptx::barrier_arrive(1 + (consumer + 1 == C.consumers ? 0 : consumer + 1), 256);
+  }
+  __device__ __forceinline__ int row_of_tile(int half) const { return consumer * 64 + warp * 16 + half * 8 + (lane >> 2); }
+  __device__ __forceinline__ const Work& work(unsigned n) const { return *shared.work(memory, n); }
+
+  // Key past the last one of this consumer's first key tile.
+  __device__ __forceinline__ int top_key(const Work& w, int skip) const {
+    return key_tiles<C.block_m(), C.block_n>(p, w).top - skip * C.block_n;
+  }
+  __device__ __forceinline__ int skipped(int count) const {  // of `count` key tiles
+    return C.skips() && p.causal ? min(count - 1, (C.block_m() - 64 * (consumer + 1)) / C.block_n) : 0;
+  }
+
+  __device__ __forceinline__ bool next_tile() {
+    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
+    const Work w = work(tile);
+    if (w.first_row < 0) return false;
+    ++tile;
+    if constexpr (C.q_in_registers) {
+      const uint32_t s_q = shared.q(q.stage);
+      const int r = consumer * 64 + warp * 16 + (lane & 15);
+#pragma unroll
+      for (int step = 0; step < C.head_dim / 16; ++step) {
+        uint32_t fragment[4];
+        ptx::ldmatrix_x4(fragment, s_q + Panels<C.block_m()>::chunk_offset(r, 2 * step + (lane >> 4)));
+#pragma unroll
+        for (int n = 0; n < 4; ++n) query[4 * step + n] = fragment[n] ^ p.sign_flip;
+      }
+      __syncwarp();
+      release(shared.q_empty(q.stage));
+      q.advance();
+    }
+    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n>(p, w);
+    const int skip = skipped(tiles.count);
+    steps = tiles.count - skip;
+    int low = 0;  // first key that all rows see
+    if (p.window_left >= 0) low = max(0, w.first_row + consumer * 64 + 63 + w.seqlen_k - w.seqlen_q - p.window_left);
+    unmasked_steps = min(steps, max(0, tiles.top - skip * C.block_n - low) / C.block_n);
+    if constexpr (C.skips()) {
+      next_skip_v = skip;
+      for (int n = 0; n < skip; ++n) {
+        ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
+        my_turn();
+        pass_turn();
+        release(shared.k_empty(k.stage));
+        k.advance();
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void skip_values() {
+    if constexpr (C.skips()) {
+      for (; skip_v > 0; --skip_v) {
+        ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
+        release(shared.v_empty(v.stage));
+        v.advance();
+      }
+    }
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void issue_scores(float (&s)[kS]) {
+    const uint32_t b = ptx::descriptor(shared.k(k.stage));
+    ptx::wgmma_pin(s);
+    if constexpr (C.q_in_registers) {
+      ptx::wgmma_pin(query);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < C.head_dim / 16; ++step)
+        ptx::Wgmma<T, C.block_n>::template rs<0>(s, query[4 * step], query[4 * step + 1], query[4 * step + 2],
+                                                 query[4 * step + 3], b + Panels<C.block_n>::column_step(step), step != 0);
+    } else {
+      const uint32_t a = ptx::descriptor(shared.q(q.stage) + consumer * 64 * 128);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < C.head_dim / 16; ++step)
+        ptx::Wgmma<T, C.block_n>::ss(s, a + Panels<C.block_m()>::column_step(step),
+                                     b + Panels<C.block_n>::column_step(step), step != 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // O += P V, and sums += P 1
+  __device__ __forceinline__ void issue_output() {
+    const uint32_t s_v = shared.v(v.stage);
+    const uint32_t panel_distance = C.ones() && C.panels() == 1 ? shared.ones(v.stage) - s_v : C.block_n * 128;
+    const uint32_t b = ptx::descriptor(s_v, panel_distance);
+    ptx::wgmma_pin(o);
+    ptx::wgmma_pin(probabilities);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < C.block_n / 16; ++step)
+      ptx::Wgmma<T, C.pv_columns()>::template rs<1>(o, probabilities[4 * step], probabilities[4 * step + 1],
+                                                    probabilities[4 * step + 2], probabilities[4 * step + 3],
+                                                    b + Panels<C.block_n>::row_step(step), step != 0 || !o_empty);
+    ptx::wgmma_commit();
+    o_empty = false;
+  }
+
+  // Scores of keys that a row does not see become -inf: those past its last key and, if there is a window or the tile
+  // begins before key 0, those before its first.
+  template <bool kUpper, bool kLower>
+  __device__ __forceinline__ void mask(float (&s)[kS], const Work& w, int first_key) const {
+    const int offset = w.seqlen_k - w.seqlen_q + w.first_row;
+    const int shift = first_key + 2 * (lane & 3);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int last = w.seqlen_k - 1, first = 0;
+      if (p.causal) last = min(last, row_of_tile(half) + offset);
+      if (p.window_left >= 0) first = max(first, row_of_tile(half) + offset - p.window_left);
+      last -= shift, first -= shift;
+#pragma unroll
+      for (int n = 0; n < kS / 4; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if ((kUpper && 8 * n + e > last) || (kLower && 8 * n + e < first)) s[4 * n + 2 * half + e] = kMinusInf;
+    }
+  }
+
+  __device__ __forceinline__ void mask_first(float (&s)[kS]) const {
+    const Work& w = work(tile - 1);
+    const int top = top_key(w, next_skip_v);
+    if (unmasked_steps == 0)
+      mask<true, true>(s, w, top - C.block_n);
+    else if (p.causal || top > w.seqlen_k)
+      mask<true, false>(s, w, top - C.block_n);
+  }
+  __device__ __forceinline__ void mask_lower(float (&s)[kS], int n) const {
+    const Work& w = work(tile - 1);
+    mask<false, true>(s, w, top_key(w, next_skip_v) - (n + 1) * C.block_n);
+  }
+
+  __device__ __forceinline__ void pack(const float (&s)[kS]) {
+#pragma unroll
+    for (int n = 0; n < kP; ++n) probabilities[n] = ptx::pack<T>(s[2 * n], s[2 * n + 1]);
+  }
+
+  // P of this step. In a branch that the compiler cannot see through: it would move the wait for O, which nothing here
+  // depends on, above the exponentials, and with it all their overlap.
+  __device__ __forceinline__ void weights(float (&s)[kS], float (&sum)[2]) const {
+    if (p.always) exponentials<kSum>(s, rows.reference, p.scale_log2, sum);
+  }
+
+  // Both products of a step.
+  __device__ __forceinline__ void issue(float (&s)[kS]) {
+    ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
+    my_turn();
+    issue_scores(s);
+    store_second_half(tile - 2);
+    skip_values();
+    ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
+    issue_output();
+    pass_turn();
+  }
+
+  // A step inside a tile.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(int n) {
+    float s[kS], sum[2] = {0.f, 0.f};
+    issue(s);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_pin(s);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    if constexpr (kMasked) mask_lower(s, n);
+    weights(s, sum);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(o);
+    ptx::wgmma_pin(probabilities);
+    release(shared.v_empty(v.stage));
+    v.advance();
+    if constexpr (kSum) {
+      rows.sum[0] += sum[0];
+      rows.sum[1] += sum[1];
+      if (__any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > Range::kLarge)) {
+        const float none[2] = {0.f, 0.f};
+        raise_references<C.element>(rows, s, o, none);
+      }
+    } else {
+      const float sums[2] = {o[kO - 4], o[kO - 2]};
+      if (__any_sync(0xffffffffu, fmaxf(sums[0], sums[1]) > Range::kLarge)) raise_references<C.element>(rows, s, o, sums);
+    }
+    pack(s);
+  }
+
+  // The last product of the tile so far, behind the first one of the next. next_tile() has gone on already.
+  __device__ __forceinline__ void step_across() {
+    float s[kS], sum[2] = {0.f, 0.f};
+    --tile;  // what issue() may have to store is the tile before the one that ends here
+    issue(s);
+    ++tile;
+    skip_v = next_skip_v;
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_pin(s);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    const RowStatistics done = rows;
+    mask_first(s);
+    start_rows<C.element>(rows, s, p.scale_log2);
+    weights(s, sum);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(o);
+    ptx::wgmma_pin(probabilities);
+    release(shared.v_empty(v.stage));
+    v.advance();
+    if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    pack(s);
+    finish(work(tile - 2), done);
+    o_empty = true;
+    skip_values();
+  }
+
+  __device__ __forceinline__ void first_step() {
+    float s[kS], sum[2] = {0.f, 0.f};
+    skip_v = next_skip_v;
+    ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
+    my_turn();
+    issue_scores(s);
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(s);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    mask_first(s);
+    start_rows<C.element>(rows, s, p.scale_log2);
+    weights(s, sum);
+    if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    pack(s);
+  }
+
+  __device__ __forceinline__ void last_step() {
+    my_turn();
+    store_second_half(tile - 2);
+    skip_values();
+    ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
+    issue_output();
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(o);
+    release(shared.v_empty(v.stage));
+    v.advance();
+    finish(work(tile - 1), rows);
+    store_second_half(tile - 1);
+  }
+
+  // o = O / sum, lse; marks rows to be computed again.
+  __device__ __forceinline__ void finish(const Work& done, const RowStatistics& statistics) {
+    const int first = done.first_row + consumer * 64;
+    if (first >= done.capacity_q) {  // block_m reaches past the end
+      mark(done, first, false);
+      return;
+    }
+    float inverse[2];
+    again = false;
+    bool check = p.check;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = kSum ? ptx::quad_sum(statistics.sum[half]) : o[kO - 4 + 2 * half];
+      const int i = first + warp * 16 + half * 8 + (lane >> 2);
+      const int last_key = p.causal ? min(done.seqlen_k - 1, i + done.seqlen_k - done.seqlen_q) : done.seqlen_k - 1;
+      const int first_key = p.window_left < 0 ? 0 : max(0, i + done.seqlen_k - done.seqlen_q - p.window_left);
+      const bool sees = i < done.seqlen_q && last_key >= first_key;
+      // The first tile's maximum is in the sum, so in float32 it is never small unless something went wrong.
+      again |= sees && !(sum > 0x1p-60f && sum < 0x1p127f);
+      // |O| <= sum max |V| cannot overflow while the sum is below 1, nor in float16, whose V end at 2^16.
+      check |= C.element == Element::kBfloat16 && sum >= 1.f;
+      inverse[half] = sees ? ptx::reciprocal_approx(sum) : 0.f;
+      if (p.forward.lse && (lane & 3) == 0 && i < done.capacity_q) {
+        const float lse = (statistics.reference[half] + ptx::log2_approx(sum)) * kLn2;
+        float* const out = p.forward.lse.data + done.head * p.forward.lse.head +
+                           (p.forward.sequence.packed_q ? done.q_begin * p.forward.lse.row : done.batch * p.forward.lse.batch);
+        out[i * p.forward.lse.row] = sees ? lse : kMinusInf;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < C.head_dim / 2; ++n) o[n] *= inverse[n >> 1 & 1];
+    // A row that sees nothing has O = 0 or, from masked values that are not finite, NaN.
+    if (__any_sync(0xffffffffu, inverse[0] == 0.f || inverse[1] == 0.f)) {
+#pragma unroll
+      for (int n = 0; n < C.head_dim / 2; ++n)
+        if (inverse[n >> 1 & 1] == 0.f) o[n] = 0.f;
+    }
+    store(done, first, __any_sync(0xffffffffu, check));
+  }
+
+  __device__ __forceinline__ void store(const Work& done, int first, bool check) {
+    // The next sequence's rows follow: a box would overwrite them.
+    if (p.forward.sequence.packed_q && first + 64 > done.capacity_q)
+      again |= ptx::has_nonfinite<T>(store_rows(done, first));
+    else if (!check)
+      store_box_of<0, false>(done, first);
+    else
+      again |= ptx::has_nonfinite<T>(store_box_of<0, true>(done, first));
+    if constexpr (C.o_columns < C.head_dim) {
+      static_assert(2 * C.o_columns == C.head_dim);
+      unstored = !(p.forward.sequence.packed_q && first + 64 > done.capacity_q);
+      if (unstored) return;
+    }
+    mark(done, first, __any_sync(0xffffffffu, again));
+  }
+
+  // A step later, when the copy engine has read the first half: nobody waits for that.
+  __device__ __forceinline__ void store_second_half(unsigned n) {
+    if constexpr (C.o_columns < C.head_dim) {
+      if (!unstored) return;
+      unstored = false;
+      const Work& done = work(n);
+      const int first = done.first_row + consumer * 64;
+      again |= ptx::has_nonfinite<T>(store_box_of<1, true>(done, first));
+      mark(done, first, __any_sync(0xffffffffu, again));
+    }
+  }
+
+  __device__ __forceinline__ void mark(const Work& done, int first, bool again) const {
+    if (lane != 0) return;
+    const int head = done.batch * p.forward.sequence.num_heads_q + done.head;
+    p.redo[static_cast<int64_t>(head) * p.redo_stride + first / 16 + warp] = again;
+  }
+
+  // Both return the largest magnitudes that they stored (if kCheck).
+  template <int kGroup, bool kCheck>
+  __device__ __forceinline__ uint32_t store_box_of(const Work& done, int first) {
+    constexpr int kSteps = C.o_columns / 16, kColumn = kGroup * C.o_columns;
+    uint32_t largest = 0;
+    const uint32_t to = shared.o(consumer);
+    const int r = warp * 16 + (lane & 15);
+    if constexpr (C.store_warps()) {
+      ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
+    } else {
+      if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
+      ptx::barrier_sync(5 + consumer, 128);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const float* x = o + kColumn / 2 + step * 8;
+      const uint32_t a = ptx::pack<T>(x[0], x[1]), b = ptx::pack<T>(x[2], x[3]);
+      const uint32_t c = ptx::pack<T>(x[4], x[5]), d = ptx::pack<T>(x[6], x[7]);
+      if constexpr (kCheck)
+        largest = ptx::max_magnitude<T>(ptx::max_magnitude<T>(ptx::max_magnitude<T>(largest, a), b), ptx::max_magnitude<T>(c, d));
+      ptx::stmatrix_x4(to + Panels<64>::chunk_offset(r, 2 * step + (lane >> 4)), a, b, c, d);
+    }
+    o_parity ^= 1;
+    ptx::fence_async_shared();
+    if constexpr (!C.store_warps()) ptx::barrier_sync(5 + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+      const bool packed = p.forward.sequence.packed_q, panels = p.loads_per_tile == 1;
+      const ptx::BoxOrigin box = {{panels ? 0 : kColumn, done.q_begin + first, panels ? kColumn / 64 : 0, done.head,
+                                   packed ? 0 : done.batch}};
+      if constexpr (C.store_warps())
+        *shared.o_box(memory, consumer) = box;
+      else
+        store_box<C>(p, to, box);
+    }
+    if constexpr (C.store_warps()) {
+      __syncwarp();
+      release(shared.o_full(consumer));
+    }
+    return largest;
+  }
+
+  __device__ __forceinline__ uint32_t store_rows(const Work& done, int first) const {
+    uint32_t largest = 0;
+    const int r = first + warp * 16 + (lane >> 2);
+    T* const out = static_cast<T*>(p.forward.o.data) + done.head * p.forward.o.head +
+                   (done.q_begin + r) * p.forward.o.row + 2 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < C.head_dim / 8; ++n) {
+      const uint32_t upper = ptx::pack<T>(o[4 * n], o[4 * n + 1]), lower = ptx::pack<T>(o[4 * n + 2], o[4 * n + 3]);
+      largest = ptx::max_magnitude<T>(ptx::max_magnitude<T>(largest, upper), lower);
+      if (8 * n + 2 * (lane & 3) >= p.forward.head_dim_v) continue;
+      if (r < done.capacity_q) *reinterpret_cast<uint32_t*>(out + 8 * n) = upper;
+      if (r + 8 < done.capacity_q) *reinterpret_cast<uint32_t*>(out + 8 * n + 8 * p.forward.o.row) = lower;
+    }
+    return largest;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (C.ping_pong && consumer == C.consumers - 1) pass_turn();  // the first turn is the first consumer's
+#pragma unroll
+    for (int n = 0; n < kO; ++n) o[n] = 0.f;
+    if (next_tile()) {
+      first_step();
+      while (true) {
+        // do, not for: a loop that might run zero times makes the compiler copy the accumulators.
+        int n = 1;
+        if (n < unmasked_steps) do {
+            step<false>(n);
+          } while (++n < unmasked_steps);
+        if (n < steps) do {
+            step<true>(n);
+          } while (++n < steps);
+        if constexpr (!C.q_in_registers) {  // all products with this Q are done
+          release(shared.q_empty(q.stage));
+          q.advance();
+        }
+        if (!next_tile()) break;
+        step_across();
+      }
+      last_step();
+    }
+    if constexpr (C.store_warps()) {  // that was the last
+      ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
+      if (threadIdx.x % 128 == 0) shared.o_box(memory, consumer)->at[1] = -1;
+      __syncwarp();
+      release(shared.o_full(consumer));
+    } else if (threadIdx.x % 128 == 0) {
+      ptx::tma_store_wait_all();
+    }
+  }
+};
+
+// ---- kernel ---------------------------------------------------------------------------------------------------------
+
+template <Element kElement, Sm90Shape kShape, RowSum kRowSum>
+__global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum).num_threads(), 1)
+    forward_sm90_kernel(const __grid_constant__ ForwardSm90Params p) {
+  constexpr ForwardSm90Config C = forward_sm90_config(kElement, kShape, kRowSum);
+  static_assert(C.valid());
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const SharedSm90<C> shared{ptx::shared_address(memory)};
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
+
+  ptx::let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    ptx::tma_prefetch(p.q);
+    ptx::tma_prefetch(p.k);
+    ptx::tma_prefetch(p.v);
+    ptx::tma_prefetch(p.o);
+    // Consumers arrive once per warp: wgmma_wait is a wait of the warp.
+    for (int n = 0; n < C.q_slots; ++n) {
+      ptx::mbarrier_init(shared.q_full(n), 1);
+      ptx::mbarrier_init(shared.q_empty(n), 4 * C.consumers);
+    }
+    for (int n = 0; n < C.stages; ++n) {
+      ptx::mbarrier_init(shared.k_full(n), 1);
+      ptx::mbarrier_init(shared.k_empty(n), 4 * C.consumers);
+      ptx::mbarrier_init(shared.v_full(n), 1);
+      ptx::mbarrier_init(shared.v_empty(n), 4 * C.consumers);
+    }
+    for (int n = 0; n < C.consumers; ++n) {
+      ptx::mbarrier_init(shared.o_full(n), 4);
+      ptx::mbarrier_init(shared.o_empty(n), 1);
+    }
+    for (int n = 0; n < C.kWorkSlots; ++n) ptx::mbarrier_init(shared.work_full(n), 1);
+    ptx::mbarrier_init(shared.take_next(), 1);
+    ptx::mbarrier_init_fence();
+  }
+  if constexpr (C.ones()) {
+    const uint32_t one = ptx::pack<typename Sm90Element<kElement>::Type>(1.f, 1.f);
+    for (int stage = 0; stage < (C.panels() > 1 ? C.stages : 1); ++stage)
+      for (int n = threadIdx.x; n < C.ones_bytes() / 4; n += C.num_threads())
+        ptx::store_shared(shared.ones(stage) + 4 * n, one);
+    ptx::fence_async_shared();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::give_registers<C.producer_registers()>();
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) {
+      if (warp == 0) {
+        ptx::wait_for_previous_kernels();
+        load_keys_and_values<C>(p, shared, memory);
+      } else if (warp == 1) {
+        ptx::wait_for_previous_kernels();
+        hand_out_tiles<C>(p, shared, memory);
+      } else if (C.store_warps()) {
+        store_output<C>(p, shared, memory, warp - 2);
+      }
+    }
+  } else {
+    ptx::take_registers<C.consumer_registers()>();
+    ConsumerSm90<C> consumer{p, shared, memory, warpgroup - 1, static_cast<int>(threadIdx.x % 128 / 32),
+                             static_cast<int>(threadIdx.x % 32)};
+    consumer.run();
+  }
+}
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,37 @@
+// What the sm_90a forward kernels are told.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/params.h"
+
+namespace tilewise::cuda {
+
+// The order in which blocks take tiles (block_m rows of one head of one batch entry).
+struct TileOrder {
+  int32_t num_tiles;
+  int32_t num_blocks;       // row blocks of the longest sequence
+  int32_t num_heads;        // heads of all batch entries
+  int32_t section_heads;    // 0: by head, row blocks in order. Else: sections of so many heads, longest rows first
+  unsigned long long* counter;  // null: tile n of block x is x + n * blocks. Else: tiles are taken from this counter
+  int32_t lead;             // with a counter: the next tile is taken when so many key tiles are still to be loaded
+  uint64_t launch;          // differs from launch to launch, 40 bits, not 0: a counter that holds another is at 0
+};
+
+struct ForwardSm90Params {
+  CUtensorMap q, k, v, o;   // [batch, head, panel, row, column]; one box = all panels, or one of them
+  int32_t loads_per_tile;   // 1: a box has every panel of a tile. Else: boxes of one panel
+  ForwardParams forward;    // for the tiles that are computed again
+  TileOrder order;
+  float scale_log2;         // |softmax_scale| * log2(e), never 0
+  uint32_t sign_flip;       // 0x80008000 if softmax_scale < 0: flips pairs of q
+  int32_t window_left;      // -1 = unbounded
+  bool causal;
+  bool check;               // some score may be masked: P = 0 times a value that is not finite is NaN
+  int32_t always;           // 1. The compiler does not know
+  uint8_t* redo;            // per 16 rows: compute them again, exactly
+  int32_t redo_stride;      // bytes per head
+};
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,43 @@
+// Barriers in shared memory that count arrivals and bytes (mbarrier), barriers of the multiprocessor (barrier), and the
+// fences between ordinary accesses and those of the copy engine and the tensor cores.
+#pragma once
+#include <cstdint>
+
+namespace tilewise::ptx {
+
+// A fresh barrier is in phase 0, incomplete: waiting for parity 1 passes at once.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives, and makes the phase wait for `bytes` of copies as well.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Waits until the phase of this parity has completed. try_wait sleeps in hardware for a while, so this is no hot spin.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Named barriers: `threads` arrive or wait, a multiple of 32. Number 0 is __syncthreads.
+__device__ __forceinline__ void barrier_sync(int number, int threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int number, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Ordinary writes to shared memory become visible to the copy engine and the tensor cores. By each writing thread,
+// before the barrier that tells of them.
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace tilewise::ptx

@@ -1,0 +1,26 @@
+// Descriptions of tensors for the copy engine, made by the driver and kept.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/status.h"
+#include "tilewise/tilewise.h"
+
+namespace tilewise::cuda {
+
+struct TensorMapRequest {
+  const tw_tensor* tensor;  // [batch, row, head, column] or [row, head, column], 16-bit elements
+  int64_t head_dim;         // columns that exist
+  int box_rows;
+  int box_panels;           // of 64 columns; > 1 only if head_dim is a multiple of 64
+};
+
+// Can the copy engine read and write this tensor? 16-byte aligned base and strides, the last one 1.
+bool tensor_map_possible(const tw_tensor& tensor);
+
+// The map with dimensions [batch, head, panel, row, column] (innermost last). Encoding costs about a microsecond, so the
+// latest ones of each thread are kept.
+Status tensor_map(const TensorMapRequest& request, CUtensorMap* map);
+
+}  // namespace tilewise::cuda

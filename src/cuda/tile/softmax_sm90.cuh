@@ -1,0 +1,110 @@
+// The softmax of a warpgroup's rows, with a reference that follows the row maximum late.
+//
+// P = 2^(s c - reference), c = softmax_scale log2(e). Any reference gives the same O / sum as long as nothing overflows
+// or vanishes: bfloat16 and float32 keep their relative precision over 2^+-126. So the reference is set once, from the
+// first tile of a row, kHeadroom above its maximum (P starts at 2^-kHeadroom), and is raised only after a tile whose P
+// grew large. That takes the row maximum, its shuffles and the rescaling of O off the path of every other tile.
+//
+// What this cannot do right, it notices: P overflows only if one logit lies over ~140 (log2 units) above everything its
+// row saw before. Then sum is inf or NaN, the rows are marked, and the exact kernel computes them again.
+#pragma once
+#include "cuda/config_sm90.h"
+#include "cuda/ptx/sm90.cuh"
+#include "cuda/tile/score.cuh"
+
+namespace tilewise::cuda {
+
+// One thread's two rows: 16 warp + lane / 4, and 8 below it.
+struct RowStatistics {
+  float reference[2];
+  float sum[2];  // RowSum::kFloat32: over this thread's columns. kOnesColumn: not used, O carries it
+};
+
+template <Element kElement>
+struct SoftmaxRange;
+template <>
+struct SoftmaxRange<Element::kBfloat16> {
+  static constexpr int kHeadroom = 16;
+  static constexpr float kLarge = 0x1p30f;
+};
+// float16: P is subnormal under 2^-14 and infinite from 2^16 on. The largest weights start at 2^-4; what is subnormal
+// then is over 2^10 times smaller, and its absolute error, 2^-25, no larger than 2^-21 of the largest.
+template <>
+struct SoftmaxRange<Element::kFloat16> {
+  static constexpr int kHeadroom = 4;
+  static constexpr float kLarge = 0x1p13f;
+};
+
+// Largest of this thread's values of a row.
+template <int kCount>
+__device__ __forceinline__ float row_max(const float (&s)[kCount], int half) {
+  float a = fmaxf(s[2 * half], s[2 * half + 1]), b = fmaxf(s[4 + 2 * half], s[5 + 2 * half]);
+#pragma unroll
+  for (int n = 8; n < kCount; n += 8) {
+    a = fmaxf(a, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
+    b = fmaxf(b, fmaxf(s[n + 4 + 2 * half], s[n + 5 + 2 * half]));
+  }
+  return fmaxf(a, b);
+}
+
+// The reference of rows that meet their first tile.
+template <Element kElement, int kCount>
+__device__ __forceinline__ void start_rows(RowStatistics& rows, const float (&s)[kCount], float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float maximum = ptx::quad_max(row_max(s, half));
+    // A row without visible keys has maximum -inf: any finite reference makes its P zero.
+    rows.reference[half] = (maximum == kMinusInf ? 0.f : maximum * scale_log2) + SoftmaxRange<kElement>::kHeadroom;
+    rows.sum[half] = 0.f;
+  }
+}
+
+// s becomes P; returns this thread's share of the sums if wanted.
+template <bool kSum, int kCount>
+__device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&reference)[2], float scale_log2,
+                                             float (&sum)[2]) {
+  float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < kCount; n += 4)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& x = s[n + 2 * half];
+      float& y = s[n + 2 * half + 1];
+      x = ptx::exp2_approx(fmaf(x, scale_log2, -reference[half]));
+      y = ptx::exp2_approx(fmaf(y, scale_log2, -reference[half]));
+      if constexpr (kSum) {
+        even[half] += x;
+        odd[half] += y;
+      }
+    }
+  sum[0] = even[0] + odd[0];
+  sum[1] = even[1] + odd[1];
+}
+
+// After a tile whose P grew large: raises the references, and scales down what was computed against the old ones, by
+// powers of two. `at_least`: values that must come down too (the sums, where O carries them).
+template <Element kElement, int kCount, int kColumns>
+__device__ __forceinline__ void raise_references(RowStatistics& rows, float (&s)[kCount], float (&o)[kColumns],
+                                                 const float (&at_least)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float largest = ptx::quad_max(fmaxf(row_max(s, half), at_least[half]));
+    const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 126;  // largest < 2^exponent
+    const int raise = largest > 1.f ? min(exponent + SoftmaxRange<kElement>::kHeadroom, 126) : 0;
+    const float factor = __uint_as_float(static_cast<uint32_t>(127 - raise) << 23);
+    rows.reference[half] += static_cast<float>(raise);
+    rows.sum[half] *= factor;
+#pragma unroll
+    for (int n = 0; n < kCount; n += 4) {
+      s[n + 2 * half] *= factor;
+      s[n + 2 * half + 1] *= factor;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; n += 4) {
+      o[n + 2 * half] *= factor;
+      o[n + 2 * half + 1] *= factor;
+    }
+  }
+}
+
+}  // namespace tilewise::cuda

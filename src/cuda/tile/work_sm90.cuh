@@ -1,0 +1,103 @@
+// Which tile comes next, and which keys it needs.
+#pragma once
+#include "cuda/params_sm90.h"
+#include "cuda/tile/sequence.cuh"
+
+namespace tilewise::cuda {
+
+struct alignas(16) Work {
+  int32_t first_row;   // < 0: there is no more work
+  int32_t head, batch;
+  int32_t seqlen_q, seqlen_k;  // in use
+  int32_t capacity_q;          // rows that exist; they are all written
+  int32_t q_begin, k_begin;    // packed: first row of the sequence. Else 0
+};
+static_assert(sizeof(Work) == 32);
+
+// The key tiles of a tile of queries, from the last to the first: tile n covers keys [top - (n + 1) block_n, top - n
+// block_n). Under a causal mask `top` is one past the diagonal of the tile's last row, so that every row meets a visible
+// key in the first tile of its warpgroup; keys below 0 and beyond the sequence are masked.
+struct KeyTiles {
+  int top, count;
+};
+
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const Work& work) {
+  const int offset = work.seqlen_k - work.seqlen_q;
+  KeyTiles tiles;
+  tiles.top = p.causal ? work.first_row + kBlockM + offset : (work.seqlen_k + kBlockN - 1) / kBlockN * kBlockN;
+  int low = 0;
+  if (p.window_left >= 0) low = max(0, work.first_row + offset - p.window_left);
+  tiles.count = max(1, (tiles.top - low + kBlockN - 1) / kBlockN);
+  return tiles;
+}
+
+// Hands out tiles. One thread of a block uses it.
+template <int kBlockM>
+struct TileSource {
+  static constexpr int kCountBits = 24;
+  const ForwardSm90Params& p;
+  int tile;
+
+  __device__ __forceinline__ explicit TileSource(const ForwardSm90Params& params) : p(params), tile(blockIdx.x) {
+    // The workspace holds anything. The first block to come writes this launch's number; one exchange decides, so that
+    // the blocks, which all come at once, do not wait for each other in a loop (that took 20 us).
+    if (p.order.counter == nullptr) return;
+    const unsigned long long start = static_cast<unsigned long long>(p.order.launch) << kCountBits;
+    const unsigned long long seen = *reinterpret_cast<volatile unsigned long long*>(p.order.counter);
+    if (seen >> kCountBits != p.order.launch) atomicCAS(p.order.counter, seen, start);
+  }
+
+  // The number of the tile after this one.
+  __device__ __forceinline__ int take_next() const {
+    if (p.order.counter == nullptr) return tile + gridDim.x;
+    const int n = static_cast<int>(atomicAdd(p.order.counter, 1ull) & ((1u << kCountBits) - 1));
+    // Every block stops at its first number past the end, so this is the last one ever taken: forget the launch.
+    if (n == p.order.num_tiles - 1) *reinterpret_cast<volatile unsigned long long*>(p.order.counter) = 0;
+    return static_cast<int>(gridDim.x) + n;
+  }
+
+  // Tile number -> rows of a head, written where the consumers read it; false if the sequence has no such rows.
+  __device__ __forceinline__ bool decode(Work& work) const {
+    int block, head;
+    if (p.order.section_heads == 0) {
+      head = tile / p.order.num_blocks;
+      block = tile - head * p.order.num_blocks;
+    } else {
+      const int per_section = p.order.section_heads * p.order.num_blocks;
+      const int section = tile / per_section, inside = tile - section * per_section;
+      const int heads = min(p.order.section_heads, p.order.num_heads - section * p.order.section_heads);
+      const int turn = inside / heads;
+      block = p.order.num_blocks - 1 - turn;
+      head = section * p.order.section_heads + inside - turn * heads;
+    }
+    const SequenceParams& s = p.forward.sequence;
+    work.batch = head / s.num_heads_q;
+    work.head = head - work.batch * s.num_heads_q;
+    work.first_row = block * kBlockM;
+    // tile/sequence.cuh's resolve() in 32 bits: one thread with few registers, and plans refuse more than 2^31 rows.
+    work.q_begin = work.k_begin = 0;
+    work.capacity_q = s.seqlen_q;
+    work.seqlen_k = s.seqlen_k;
+    if (s.packed_q) {
+      work.q_begin = s.cu_seqlens_q.at(work.batch);
+      work.capacity_q = s.cu_seqlens_q.at(work.batch + 1) - work.q_begin;
+    }
+    work.seqlen_q = s.seqused_q ? s.seqused_q.at(work.batch) : work.capacity_q;
+    if (s.packed_k) {
+      work.k_begin = s.cu_seqlens_k.at(work.batch);
+      work.seqlen_k = s.cu_seqlens_k.at(work.batch + 1) - work.k_begin;
+    }
+    if (s.seqused_k) work.seqlen_k = s.seqused_k.at(work.batch);
+    return work.first_row < work.capacity_q;
+  }
+
+  // From the tile number on: the first one with rows, or the end.
+  __device__ __forceinline__ void write(Work& work) {
+    for (; tile < p.order.num_tiles; tile = take_next())
+      if (decode(work)) return;
+    work.first_row = -1;
+  }
+};
+
+}  // namespace tilewise::cuda
