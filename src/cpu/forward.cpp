@@ -72,7 +72,8 @@ struct Cut {
       splits = p.num_splits;
       split_length = round_up(std::max<int64_t>(divide_up(p.seqlen_k, splits), 1), block_n);
     } else {
-      const bool split = heads * m_blocks < 32 && p.seqlen_k > kSplitLength;
+      // Whether to split depends on the longest sequences: a promise of batch invariance forbids it.
+      const bool split = !p.batch_invariant && heads * m_blocks < 32 && p.seqlen_k > kSplitLength;
       split_length = split ? kSplitLength : round_up(std::max<int64_t>(p.seqlen_k, 1), block_n);
       splits = std::max<int64_t>(divide_up(p.seqlen_k, split_length), 1);
     }
@@ -579,6 +580,7 @@ Status run_forward(const TileKernels& kernels, const Plan& plan, const tw_tensor
 }
 
 std::string refuse_decode(const tw_problem& problem) {
+  if (problem.batch_invariant) return "batch_invariant: beside a longer sequence another kernel would run";
   const int64_t rows = problem.seqlen_q * group_size(problem);
   return rows <= kDirectRows ? ""
                              : concat("seqlen_q * group = ", rows, " query rows per key head, takes at most ", kDirectRows);
