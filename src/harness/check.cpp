@@ -163,18 +163,18 @@ struct Judge {
 
   // Float32 roundings in a weight exp(s - m), in units of 2^-24: one of s, and beyond ordinary scores (|s| > 32) four,
   // as an exponential in base 2 rounds the folded scale, s log2(e) and m (or lse) log2(e) besides.
-  // Backward, P = exp(s - lse) with lse given: no normalisation cancels what all scores of a row have in common, such as
-  // the float32 rounding of lse (|s| + log n) and of a dot product of head_dim terms (half a unit of s per 16 terms when,
-  // as with constant inputs, all roundings point the same way).
+  // In the backward pass P = exp(s - lse) is not normalised, so what all scores of a row have in common does not cancel: the
+  // three roundings count for ordinary scores too, and with lse (|s| + log n) and the exponent (log n) theirs.
+  // 8 covers random roundings in the sums over keys or rows (they grow as the root of n). Of equal terms, as constant inputs
+  // have them, all roundings point the same way; what holds then is the bound of recursive summation, n units for n
+  // terms (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), for the dot product in s too.
   double float_terms() const {
-    // Sums over keys or rows: as long as the roundings are random they add sqrt(n) units, which 8 covers; with constant
-    // inputs all point the same way, up to n / 2.
+    const bool forward = problem.pass == TW_FORWARD, constant = request.input == InputKind::kConstant;
     const int64_t rows = problem.num_heads_k > 0 ? problem.seqlen_q * (problem.num_heads_q / problem.num_heads_k) : 0;
-    const int64_t summed = problem.pass == TW_FORWARD ? problem.seqlen_k : std::max(problem.seqlen_k, rows);
-    const double sums = request.input == InputKind::kConstant ? static_cast<double>(summed) / 16 : 0;
-    const double terms = 8 + sums + max_score + 3 * std::max(0.0, max_score - 32);
-    if (problem.pass == TW_FORWARD) return terms;
-    return terms + std::log1p(static_cast<double>(problem.seqlen_k)) + max_score * static_cast<double>(problem.head_dim) / 32;
+    const double sums = constant ? static_cast<double>(forward ? problem.seqlen_k : std::max(problem.seqlen_k, rows)) : 0;
+    if (forward) return 8 + sums + max_score + 3 * std::max(0.0, max_score - 32);
+    const double dot = constant ? static_cast<double>(problem.head_dim) : 0;
+    return 8 + sums + (4 + dot) * max_score + 2 * std::log1p(static_cast<double>(problem.seqlen_k));
   }
 
   // Absolute term per element: what one more rounding of the output and of float32 sums may cost.
@@ -190,7 +190,9 @@ struct Judge {
       const bool small = problem.dtype == TW_FLOAT16 || problem.dtype == TW_BFLOAT16;
       return (small ? 2e-5 : 5e-6) + 2e-6 * max_ref + 0x1p-23 * max_score;
     }
-    return half_smallest(dtype) + (dtype == TW_FLOAT32 ? 0 : half_ulp(dtype) * max_ref) + float_terms() * 0x1p-24 * condition.magnitude_of(name);
+    // With 16-bit inputs P is rounded to their dtype, whatever the output holds: one rounding of each term.
+    const double p_rounding = dtype == TW_FLOAT32 && problem.dtype != TW_FLOAT32 ? half_ulp(problem.dtype) * condition.magnitude_of(name) : 0;
+    return half_smallest(dtype) + p_rounding + (dtype == TW_FLOAT32 ? 0 : half_ulp(dtype) * max_ref) + float_terms() * 0x1p-24 * condition.magnitude_of(name);
   }
 
   // Section "accuracy" of the tests: Gaussian inputs have limits of their own, whatever the baseline does.

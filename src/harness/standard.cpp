@@ -199,7 +199,8 @@ class Standard {
       }
   }
 
-  // p from s: by the row's own sum, or in the backward pass of exact arithmetic from the lse that is given.
+  // p from s: by the row's own sum, or in the backward pass from the float32 lse that is given, as the contract has it; a
+  // framework in 16 bits normalises by its own sum.
   void softmax(int64_t b, int64_t h) {
     const Real sink = in.sink.exists() ? static_cast<Real>(in.sink.get(h)) : kNone;
     probability.assign(s.size(), 0);
@@ -216,7 +217,7 @@ class Standard {
       Real max, exact_max;
       const Real sum = sums(s, &max), exact_sum = sums(exact, &exact_max);
       lse[static_cast<size_t>(i)] = exact_sum == 0 ? kNone : exact_max + std::log(exact_sum);
-      const bool given = p.pass == TW_BACKWARD && !rounds;
+      const bool given = p.pass == TW_BACKWARD && (!rounds || p.dtype == TW_FLOAT32);
       const Real given_lse = given ? static_cast<Real>(in.lse.get(in.lse_index(b, i, h))) : 0;
       for (int64_t j = 0; j < sk; ++j)
         if (at(s, i, j) != kNone)
