@@ -238,7 +238,7 @@ def test_batch_invariant_rows():
 @pytest.mark.parametrize("sq", [1, 37])
 def test_kernels_agree(sq):
     q, k, v = inputs(sq=sq)
-    want = tilewise.attention(q, k, v, backend="reference")
+    want, _ = oracle.attention(q, k, v)
     tried = 0
     for kernel in tilewise.kernels():
         if not kernel.available or kernel.direction == "backward":
@@ -250,4 +250,4 @@ def test_kernels_agree(sq):
             continue
         oracle.assert_close(got, want, torch.float32, kernel.name)
         tried += 1
-    assert tried >= 2
+    assert tried >= (2 if q.is_cpu else 1)

@@ -91,7 +91,7 @@ def test_compile_under_autocast():
     q, k, v = tensors(5, 7)
 
     def function(q, k, v):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             return tilewise.attention(q, k, v)
 
     got = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)

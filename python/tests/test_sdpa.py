@@ -34,7 +34,7 @@ def compare(q, k, v, taken=True, tolerance=2e-5, grad=True, **options):
     for x, y in zip(got, want):
         assert x.dtype == y.dtype
         torch.testing.assert_close(x, y, atol=tolerance, rtol=tolerance)
-    assert got[0].stride() == want[0].stride() or v.shape[-1] != q.shape[-1] or mask_grad
+    assert not q.is_cpu or got[0].stride() == want[0].stride() or v.shape[-1] != q.shape[-1] or mask_grad
 
 
 def tensors(dtype=torch.float32):

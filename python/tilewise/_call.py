@@ -219,7 +219,7 @@ class Target:
         self.address = ctypes.addressof(self._buffer)
 
 
-_targets = {}
+_targets, _keys = {}, {}  # key -> Target, and its address -> key
 
 
 def target(backend=None, kernel=None, num_threads=0, device_index=0):
@@ -230,7 +230,14 @@ def target(backend=None, kernel=None, num_threads=0, device_index=0):
     found = _targets.get(key)
     if found is None:
         found = _targets[key] = Target(*key)  # kept for good: a call on another thread may be reading it
+        _keys[found.address] = key
     return found.address
+
+
+def on_device(address, device_index):
+    """The target at `address` (None: all defaults) with another device_index."""
+    backend, kernel, num_threads, _ = _keys[address] if address else (None, None, 0, 0)
+    return target(backend, kernel, num_threads, device_index)
 
 
 class Tensors:

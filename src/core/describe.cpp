@@ -133,7 +133,7 @@ class Describer {
       if (t_.cu_seqlens_q->shape[0] < 1) return invalid("cu_seqlens_q: shape [", t_.cu_seqlens_q->shape[0], "]: must be [batch + 1]");
       TW_RETURN_IF_ERROR(agree("total_q", q.shape[0], &p_.total_q));
       TW_RETURN_IF_ERROR(agree("batch", t_.cu_seqlens_q->shape[0] - 1, &p_.batch));
-      TW_RETURN_IF_ERROR(longest("seqlen_q", "cu_seqlens_q", *t_.cu_seqlens_q, &p_.seqlen_q));
+      TW_RETURN_IF_ERROR(longest("seqlen_q", "cu_seqlens_q", *t_.cu_seqlens_q, q.shape[0], &p_.seqlen_q));
     } else {
       TW_RETURN_IF_ERROR(ndim_is("q", q, 4, "[batch, seqlen_q, num_heads_q, head_dim]; packed needs cu_seqlens_q"));
       TW_RETURN_IF_ERROR(agree("batch", q.shape[0], &p_.batch));
@@ -153,7 +153,7 @@ class Describer {
         TW_RETURN_IF_ERROR(ndim_is("cu_seqlens_k", *t_.cu_seqlens_k, 1, "[batch + 1]"));
         total_k = k.shape[0];
         TW_RETURN_IF_ERROR(vector_of("cu_seqlens_k", t_.cu_seqlens_k, p_.batch + 1, "[batch + 1]"));
-        TW_RETURN_IF_ERROR(longest("seqlen_k", "cu_seqlens_k", *t_.cu_seqlens_k, &p_.seqlen_k));
+        TW_RETURN_IF_ERROR(longest("seqlen_k", "cu_seqlens_k", *t_.cu_seqlens_k, total_k, &p_.seqlen_k));
         break;
       case TW_PAGED: {
         TW_RETURN_IF_ERROR(ndim_is("k", k, 4, "[num_pages, page_size, num_heads_k, head_dim], as page_table is given"));
@@ -191,8 +191,8 @@ class Describer {
   }
 
   // seqlen_q or seqlen_k of packed sequences: given, or the longest.
-  Status longest(const char* name, const char* cu_name, const tw_tensor& cu, int64_t* member) {
-    if (*member != 0) return Status();  // contents() checks every length against it
+  Status longest(const char* name, const char* cu_name, const tw_tensor& cu, int64_t total, int64_t* member) {
+    if (*member != 0 || total == 0) return Status();  // contents() checks every length against it
     if (cu.device != TW_CPU) return invalid(name, " 0: must be given for packed tensors on CUDA, where ", cu_name, " cannot be read");
     TW_RETURN_IF_ERROR(vector_of(cu_name, &cu, p_.batch + 1, "[batch + 1]"));
     for (int64_t b = 0; b < p_.batch; ++b) *member = std::max(*member, at(cu, b + 1) - at(cu, b));

@@ -15,6 +15,8 @@ std::string why_not(const KernelRow& row, const tw_problem& problem) {
   if (row.pass != -1 && row.pass != problem.pass)
     return row.pass == TW_FORWARD ? "a forward kernel" : "a backward kernel";
   if (!row.available()) return concat("this machine (or its cap) has no ", row.isa);
+  const bool on_gpu = row.backend == TW_BACKEND_CUDA;  // a row named by the caller meets any tensors
+  if (on_gpu != (problem.device == TW_CUDA)) return on_gpu ? "the tensors are on the CPU" : "the tensors are on a GPU";
   return row.refusal(problem);
 }
 

@@ -1,5 +1,6 @@
 // Every CUDA row against the float64 reference, over shapes, layouts and options. Skips where there is no GPU.
 //   rows_test [forward|backward] [regular expression] [another]: cases that match both
+//   rows_test random SECONDS [SEED]: random problems, until the time is up
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 #include "cpu/reference.h"
 #include "cpu/thread_pool.h"
 #include "cuda/backend.h"
-#include "device_inputs.h"
+#include "row_run.h"
 
 namespace tilewise::cuda_test {
 namespace {
@@ -23,29 +24,6 @@ struct Outcome {
     text += "    " + why + "\n";
   }
 };
-
-const KernelRow* row_for(const tw_problem& p) {
-  for (const KernelRow& row : cuda_kernels())
-    if (row.pass == p.pass && row.refusal(p).empty()) return &row;
-  return nullptr;
-}
-
-Status run_row(const KernelRow& row, const tw_problem& p, const tw_tensors& t, int repeats = 1) {
-  Plan plan;
-  plan.problem = p;
-  plan.row = &row;
-  TW_RETURN_IF_ERROR(row.plan(p, plan.target, &plan));
-  void* workspace = nullptr;
-  if (plan.workspace_bytes > 0) {
-    check_cuda(cudaMalloc(&workspace, plan.workspace_bytes), "workspace");
-    check_cuda(cudaMemset(workspace, 0xff, plan.workspace_bytes), "workspace");
-  }
-  Status status;
-  for (int n = 0; n < repeats && status.ok(); ++n) status = row.run(plan, t, workspace, nullptr);
-  check_cuda(cudaDeviceSynchronize(), "kernel");
-  if (workspace) cudaFree(workspace);
-  return status;
-}
 
 void run_oracle(const tw_problem& p, const tw_tensors& t) {
   Plan plan;
@@ -84,25 +62,21 @@ void compare(const char* name, const Mirror& m, const std::vector<uint8_t>& byte
   if (out->ok) out->text += line;
 }
 
-Outcome test_forward(const tw_problem& p, LayoutKind layout, unsigned seed, double value_scale, bool float_out, bool nan_rows) {
+Outcome test_forward(const KernelRow& row, const tw_problem& p, LayoutKind layout, unsigned seed, double value_scale, bool float_out,
+                     bool nan_rows) {
   Outcome out;
-  const KernelRow* row = row_for(p);
-  if (row == nullptr) {
-    out.fail("no row takes it: " + cuda_kernels()[0].refusal(p));
-    return out;
-  }
   Inputs in(p, layout, seed, value_scale);
   if (nan_rows) in.add_nan_rows();
   if (float_out) in.o.make(TW_FLOAT32, std::vector<int64_t>(in.o.tensor.shape, in.o.tensor.shape + in.o.tensor.ndim), layout);
   in.upload();
-  if (Status s = run_row(*row, p, in.tensors(true)); !s.ok()) {
+  if (Status s = run_row(row, p, in.tensors(true)); !s.ok()) {
     out.fail(s.message());
     return out;
   }
   const auto o = in.o.download();
   const auto again = [&] {
     in.o.upload();
-    if (!run_row(*row, p, in.tensors(true)).ok()) std::abort();
+    if (!run_row(row, p, in.tensors(true)).ok()) std::abort();
     return in.o.download();
   }();
   if (o != again) out.fail("o differs between two runs");
@@ -147,7 +121,8 @@ Outcome test_forward(const tw_problem& p, LayoutKind layout, unsigned seed, doub
 }
 
 // Gradients, in norm and element by element. `floor` is the error that rounding o to 16 bits leaves in delta and so in
-// one element; `share` the part of it that an average element sees (probabilities near 1 are rare in long rows).
+// one element; `share` the part of it that an average element sees (probabilities near 1 are rare in long rows). The norm of
+// n independent roundings scatters by its share 1 / sqrt(2 n): three of these are allowed.
 void compare_gradient(const char* name, const Mirror& m, const std::vector<uint8_t>& bytes, double u, double floor, double share,
                       Outcome* out) {
   if (!m.exists) return;
@@ -159,7 +134,8 @@ void compare_gradient(const char* name, const Mirror& m, const std::vector<uint8
     want2 += want * want;
     maximum = std::max(maximum, std::fabs(want));
   }
-  const double error = std::sqrt(error2), limit = (m.count() < 4096 ? 2 : 1) * u * std::sqrt(want2) + (share * floor + 2e-6) * std::sqrt(static_cast<double>(m.count()));
+  const double spread = 1 + 3 / std::sqrt(2 * static_cast<double>(std::max<int64_t>(m.count(), 1)));
+  const double error = std::sqrt(error2), limit = spread * u * std::sqrt(want2) + (share * floor + 2e-6) * std::sqrt(static_cast<double>(m.count()));
   char line[128];
   if (!(error <= limit)) {
     std::snprintf(line, sizeof line, "%s: error %.3g in norm, allowed %.3g", name, error, limit);
@@ -170,13 +146,8 @@ void compare_gradient(const char* name, const Mirror& m, const std::vector<uint8
   if (out->ok) out->text += line;
 }
 
-Outcome test_backward(const tw_problem& p, LayoutKind layout, unsigned seed, double value_scale, bool nan_rows) {
+Outcome test_backward(const KernelRow& row, const tw_problem& p, LayoutKind layout, unsigned seed, double value_scale, bool nan_rows) {
   Outcome out;
-  const KernelRow* row = row_for(p);
-  if (row == nullptr) {
-    out.fail("no row takes it: " + cuda_kernels().back().refusal(p));
-    return out;
-  }
   Inputs in(p, layout, seed, value_scale);
   if (nan_rows) in.add_nan_rows();
   tw_problem forward = p;
@@ -185,7 +156,7 @@ Outcome test_backward(const tw_problem& p, LayoutKind layout, unsigned seed, dou
   tw_tensors t = in.tensors(false);
   run_oracle(forward, t);
   in.upload();
-  if (Status s = run_row(*row, p, in.tensors(true)); !s.ok()) {
+  if (Status s = run_row(row, p, in.tensors(true)); !s.ok()) {
     out.fail(s.message());
     return out;
   }
@@ -197,7 +168,7 @@ Outcome test_backward(const tw_problem& p, LayoutKind layout, unsigned seed, dou
     for (int n = 0; n < 3; ++n) {
       for (Mirror* m : gradients)
         if (m->exists) m->upload();
-      if (!run_row(*row, p, in.tensors(true)).ok()) std::abort();
+      if (!run_row(row, p, in.tensors(true)).ok()) std::abort();
       for (size_t g = 0; g < bytes.size(); ++g)
         if (gradients[g]->exists && gradients[g]->download() != bytes[g]) out.fail(std::string(names[g]) + ": differs between two runs");
     }
@@ -223,17 +194,23 @@ struct Case {
   bool nan_rows = false;  // NaN in rows that some queries see and others do not
 };
 
+constexpr const char* kDtypes[] = {"bf16 ", "f16 ", "f32 "};
+
 std::vector<Case> forward_cases() {
   std::vector<Case> cases;
   const auto add = [&](std::string text, LayoutKind layout = LayoutKind::kContiguous, double scale = 1, bool float_out = false) {
     cases.push_back({"fwd " + text, layout, scale, float_out});
   };
   const auto both = [&](const std::string& text, LayoutKind layout = LayoutKind::kContiguous, double scale = 1) {
-    add("bf16 " + text, layout, scale);
-    add("f16 " + text, layout, scale);
+    for (const char* dtype : kDtypes) add(dtype + text, layout, scale);
   };
-  // Head dims: every multiple of 8, plain and general.
+  // Head dims: every multiple of 8, plain and general; some that are not.
+  for (const int d : {1, 2, 7, 12, 33, 65, 100, 127, 129, 210, 255}) {
+    both("b=1 hq=2 sq=133 sk=150 d=" + std::to_string(d) + " causal");
+    both("b=2 hq=4 hk=2 sq=9 sk=700 splits=3 d=" + std::to_string(d) + " dv=" + std::to_string(256 - d));
+  }
   for (int d = 8; d <= 256; d += 8) {
+    add("f32 b=1 hq=2 sq=133 sk=150 d=" + std::to_string(d) + (d % 16 ? " causal" : " softcap=5"));
     add("bf16 b=1 hq=2 sq=133 sk=150 d=" + std::to_string(d) + (d % 16 ? " causal" : ""));
     add("f16 b=1 hq=2 sq=133 sk=150 d=" + std::to_string(d) + " softcap=5" + (d % 16 ? "" : " causal"));
     add("f16 b=1 hq=4 hk=2 sq=9 sk=150 d=" + std::to_string(d));
@@ -286,9 +263,10 @@ std::vector<Case> forward_cases() {
 std::vector<Case> backward_cases() {
   std::vector<Case> cases;
   const auto both = [&](const std::string& text, LayoutKind layout = LayoutKind::kContiguous, double scale = 1) {
-    cases.push_back({"bwd bf16 " + text, layout, scale});
-    cases.push_back({"bwd f16 " + text, layout, scale});
+    for (const char* dtype : kDtypes) cases.push_back({std::string("bwd ") + dtype + text, layout, scale});
   };
+  for (const int d : {1, 2, 7, 12, 33, 65, 100, 127, 129, 210, 255})
+    both("b=1 hq=4 hk=2 sq=133 sk=150 d=" + std::to_string(d) + " dv=" + std::to_string(256 - d) + " causal");
   for (int d = 8; d <= 256; d += 8) both("b=1 hq=2 sq=133 sk=150 d=" + std::to_string(d) + (d % 16 ? " causal" : " softcap=5"));
   for (auto [d, dv] : std::vector<std::pair<int, int>>{{64, 128}, {128, 64}, {192, 128}, {40, 256}, {256, 8}, {72, 104}})
     both("b=2 hq=2 sq=140 sk=200 d=" + std::to_string(d) + " dv=" + std::to_string(dv) + " causal");
@@ -317,53 +295,170 @@ std::vector<Case> backward_cases() {
   }
   for (const char* d : {"64", "128", "192"})
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal deterministic"})
-      for (const char* dtype : {"bf16", "f16"})
-        cases.push_back({std::string("bwd ") + dtype + " b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, LayoutKind::kContiguous, 1, false, true});
+      for (const char* dtype : kDtypes)
+        cases.push_back({std::string("bwd ") + dtype + "b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, LayoutKind::kContiguous, 1, false, true});
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink dsink", "b=1 hq=0 sq=5"})
     both(std::string(rest) + " d=64");
   return cases;
 }
 
-int run_all(const std::string& pass, const std::string& first_filter, const std::string& second_filter) {
-  const std::regex first(first_filter), second(second_filter);
-  const bool verbose = !second_filter.empty();
-  if (cuda_kernels().empty() || !cuda_kernels()[0].available()) {
-    std::printf("SKIPPED: no GPU of compute capability 8.0 or more\n");
-    return 0;
+// A random problem that every backend must take, over what the contract allows.
+Case random_case(std::mt19937_64& engine) {
+  const auto number = [&](int low, int high) { return low + static_cast<int>(engine() % static_cast<uint64_t>(high - low + 1)); };
+  const auto chance = [&](int percent) { return number(0, 99) < percent; };
+  const auto size_of = [&](int most) {  // often near a multiple of 16, sometimes 0 or 1
+    const int kind = number(0, 5);
+    return kind == 0 ? number(0, 2) : kind == 1 ? std::min(most, 16 * number(0, 9) + number(0, 2)) : number(1, most);
+  };
+  const bool backward = chance(45);
+  std::string text = std::string(backward ? "bwd " : "fwd ") + kDtypes[number(0, 2)];
+  text.pop_back();
+  const auto put = [&](const char* key, int value) { text += std::string(" ") + key + "=" + std::to_string(value); };
+  const int batch = number(1, 4), heads_k = number(1, 3);
+  const int sq = size_of(chance(30) ? 3 : 140), sk = size_of(chance(20) ? 700 : 200);
+  const int d = chance(20) ? number(1, 256) : 8 * number(1, chance(30) ? 32 : 16), dv = chance(70) ? d : 8 * number(1, 32);
+  put("b", batch), put("hq", heads_k * number(1, 4)), put("hk", heads_k), put("sq", sq);
+  enum { kDense, kPacked, kPaged };
+  const int q_layout = chance(30) ? kPacked : kDense, k_layout = backward ? (chance(40) ? kPacked : kDense) : number(0, 2);
+  const int page_size = number(1, 40), pages_each = (sk + page_size - 1) / page_size;
+  put("sk", k_layout == kPaged ? pages_each * page_size : sk), put("d", d), put("dv", dv);
+  if (q_layout == kPacked) put("packed_q", sq == 0 ? 0 : number(sq, batch * sq + 5));
+  if (k_layout == kPacked) put("packed_k", sk == 0 ? 0 : number(sk, batch * sk + 5));
+  if (k_layout == kPaged) text += " pages=" + std::to_string(batch * pages_each + number(1, 5)) + "x" + std::to_string(page_size);
+  const int capacity = k_layout == kPaged ? pages_each * page_size : sk;
+  const bool cache = !backward && k_layout != kPacked && chance(50);
+  const bool cache_rows = cache && k_layout == kDense && chance(30);
+  if (cache_rows) put("cache_batch", batch + number(1, 3));
+  const int appended = cache && capacity > 8 && chance(50) ? number(1, 7) : 0;
+  if (appended > 0) put("new", appended);
+  const bool rotary = cache && appended > 0 && d >= 2 && chance(40);
+  if (rotary) text += " rotary=" + std::to_string(2 * number(1, d / 2)) + (chance(50) ? ",interleaved" : "");
+  const int mask = number(0, 3);
+  if (mask == 1) text += " causal";
+  if (mask == 2) text += " window=" + std::to_string(number(-1, 60)) + "," + std::to_string(number(-1, 60));
+  if (mask == 3) text += " causal window=" + std::to_string(number(0, 90)) + ",0";
+  if (chance(15)) text += std::string(" scale=") + (const char*[]){"0", "-0.2", "0.05", "0.5"}[number(0, 3)];
+  if (chance(20)) text += std::string(" softcap=") + (const char*[]){"3", "20", "50"}[number(0, 2)];
+  const bool alibi = chance(20), bias = chance(20), sink = chance(20), boolean = bias && chance(50);
+  if (alibi) text += chance(50) ? " alibi=h" : " alibi=bh";
+  if (bias) {
+    std::string dims;
+    for (const char letter : {'b', 'h', 'q', 'k'})
+      if (chance(60)) dims += letter;
+    if (dims.empty()) dims = "1";
+    text += boolean ? " mask=" + dims : std::string(" bias=") + (const char*[]){"bf16:", "f16:", "f32:"}[number(0, 2)] + dims;
   }
+  if (sink) text += " sink";
+  if (chance(25)) {
+    text += " dropout=0.25 seed=" + std::to_string(number(0, 1000)) + (chance(30) ? " rng_state" : "");
+    if (!backward && chance(50)) text += " dropout_mask";
+  }
+  if (chance(25)) text += " seqused_q";
+  if (appended > 0 || rotary || chance(30)) text += " seqused_k";
+  if (cache_rows) text += " cache_batch_idx";
+  if (cache && chance(30)) text += " leftpad";
+  if (rotary && chance(30)) text += " rotary_seqlens";
+  if (!backward && chance(15)) text += " no_lse";
+  if (!backward && chance(20)) text += " maxlogit";
+  if (backward) {
+    for (const char* word : {" dlse", " no_dq", " no_dk", " no_dv"})
+      if (chance(15)) text += word;
+    if (bias && !boolean && chance(70)) text += " dbias";
+    if (alibi && chance(70)) text += " dalibi";
+    if (sink && chance(70)) text += " dsink";
+    if (chance(30)) text += " deterministic";
+  }
+  if (chance(10)) text += " batch_invariant";
+  if (!backward && chance(25)) put("splits", number(1, 9));
+  const LayoutKind layout = chance(50) ? LayoutKind::kContiguous : static_cast<LayoutKind>(number(0, 4));
+  return {text, layout, 1, !backward && chance(10)};
+}
+
+bool any_row_available() {
+  for (const KernelRow& row : cuda_kernels())
+    if (row.available()) return true;
+  std::printf("SKIPPED: no GPU of compute capability 8.0 or more\n");
+  return false;
+}
+
+class Tally {
+ public:
+  explicit Tally(bool verbose) : verbose_(verbose) {}
+
+  // The case on every row that takes it; one must.
+  void run(const Case& c, unsigned seed) {
+    tw_problem p;
+    if (Status s = parse(c.text, &p); !s.ok()) return fail(c, "parse", s.message());
+    std::string refusals;
+    bool taken = false;
+    for (const KernelRow& row : cuda_kernels()) {
+      if (row.pass != p.pass || !row.available()) continue;
+      if (const std::string reason = row.refusal(p); !reason.empty()) {
+        refusals += concat(row.name, ": ", reason, "; ");
+        continue;
+      }
+      taken = true;
+      ++ran_;
+      const Outcome outcome = p.pass == TW_FORWARD ? test_forward(row, p, c.layout, seed, c.value_scale, c.float_out, c.nan_rows)
+                                                   : test_backward(row, p, c.layout, seed, c.value_scale, c.nan_rows);
+      if (!outcome.ok)
+        fail(c, row.name, outcome.text);
+      else if (verbose_ || ran_ % 97 == 0)
+        std::printf("ok   %s %s:%s\n", row.name, c.text.c_str(), outcome.text.c_str());
+      std::fflush(stdout);
+    }
+    if (!taken) fail(c, "no row takes it", refusals);
+  }
+
+  int report() const {
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    std::printf("%d cases, %d failed, %.1f s\n", ran_, failed_, seconds);
+    return failed_ != 0;
+  }
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+
+ private:
+  void fail(const Case& c, const std::string& where, const std::string& why) {
+    ++failed_;
+    std::printf("FAIL %s: %s [%s x%g%s]\n%s\n", where.c_str(), c.text.c_str(), layout_name(c.layout), c.value_scale,
+                c.float_out ? " f32 out" : "", why.c_str());
+    std::fflush(stdout);
+  }
+  bool verbose_;
+  int ran_ = 0, failed_ = 0;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+int run_cases(const std::string& pass, const std::string& first_filter, const std::string& second_filter) {
+  if (!any_row_available()) return 0;
+  const std::regex first(first_filter), second(second_filter);
   std::vector<Case> cases;
   if (pass != "backward") cases = forward_cases();
   if (pass != "forward")
     for (Case& c : backward_cases()) cases.push_back(c);
-  int failed = 0, ran = 0;
-  const auto start = std::chrono::steady_clock::now();
-  for (const Case& c : cases) {
-    if (!std::regex_search(c.text, first) || !std::regex_search(c.text, second)) continue;
-    tw_problem p;
-    if (Status s = parse(c.text, &p); !s.ok()) {
-      std::printf("FAIL %s: %s\n", c.text.c_str(), s.message().c_str());
-      ++failed;
-      continue;
-    }
-    ++ran;
-    const Outcome outcome = p.pass == TW_FORWARD ? test_forward(p, c.layout, ran, c.value_scale, c.float_out, c.nan_rows)
-                                                 : test_backward(p, c.layout, ran, c.value_scale, c.nan_rows);
-    if (!outcome.ok) {
-      ++failed;
-      std::printf("FAIL %s [%s x%g%s]\n%s", c.text.c_str(), layout_name(c.layout), c.value_scale, c.float_out ? " f32 out" : "", outcome.text.c_str());
-    } else if (verbose || ran % 97 == 0) {
-      std::printf("ok   %s:%s\n", c.text.c_str(), outcome.text.c_str());
-    }
-    std::fflush(stdout);
-  }
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  std::printf("%d cases, %d failed, %.1f s\n", ran, failed, seconds);
-  return failed != 0;
+  Tally tally(!second_filter.empty());
+  unsigned seed = 0;
+  for (const Case& c : cases)
+    if (std::regex_search(c.text, first) && std::regex_search(c.text, second)) tally.run(c, ++seed);
+  return tally.report();
+}
+
+int run_random(double seconds, uint64_t seed) {
+  if (!any_row_available()) return 0;
+  std::mt19937_64 engine(seed);
+  Tally tally(false);
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  for (unsigned n = 1; tally.seconds() < seconds; ++n) tally.run(random_case(engine), n);
+  return tally.report();
 }
 
 }  // namespace
 }  // namespace tilewise::cuda_test
 
 int main(int argc, char** argv) {
-  return tilewise::cuda_test::run_all(argc > 1 ? argv[1] : "", argc > 2 ? argv[2] : "", argc > 3 ? argv[3] : "");
+  using namespace tilewise::cuda_test;
+  const auto argument = [&](int n) { return std::string(argc > n ? argv[n] : ""); };
+  if (argument(1) == "random")
+    return run_random(std::atof(argument(2).c_str()), argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);
+  return run_cases(argument(1), argument(2), argument(3));
 }

@@ -261,21 +261,16 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         _build.check_ranks(q, k, v, False, False)
     lengths = _NONE
     if seqused_q is not None or seqused_k is not None:
-        lengths = _given(seqused_q=seqused_q, seqused_k=seqused_k)
+        lengths = _given(q, seqused_q=seqused_q, seqused_k=seqused_k)
     return _call_attention(q, k, v, bias, alibi_slopes, sinks, lengths, causal, window_of(window), softmax_scale,
                            softcap, dropout_p, dropout_seed, dropout_offset, rng_state, deterministic,
                            batch_invariant, num_splits, sm_margin, 0, 0, return_lse, return_max_logit,
                            return_dropout_mask, out, backend, kernel, num_threads)  # fmt: skip
 
 
-def _given(**tensors):
-    given = {}
-    for name, x in tensors.items():
-        if x is not None:
-            if isinstance(x, (list, tuple)):
-                x = torch.tensor(x, dtype=torch.int32)
-            given[name] = x
-    return given
+def _given(q, **tensors):
+    """What is there of the lengths; lists become tensors where q is."""
+    return {name: kind.lengths(x, q) for name, x in tensors.items() if x is not None}
 
 
 def attention_varlen(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
@@ -286,8 +281,8 @@ def attention_varlen(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqle
                      backend=None, kernel=None, num_threads=0):  # fmt: skip
     """`tilewise.attention_varlen` for torch tensors."""
     packed_q, packed_k = check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table)
-    lengths = _given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k,
-                     page_table=page_table)  # fmt: skip
+    lengths = _given(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+                     seqused_k=seqused_k, page_table=page_table)  # fmt: skip
     if return_dropout_mask and (max_seqlen_q is None or max_seqlen_k is None):
         raise InvalidArgument("return_dropout_mask: max_seqlen_q and max_seqlen_k must be given")
     max_seqlen_q = _length(max_seqlen_q, "max_seqlen_q") if packed_q else 0

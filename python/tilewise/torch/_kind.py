@@ -1,12 +1,14 @@
 """Torch tensors as `_build` needs them, on the CPU and on CUDA devices."""
 
 import os
+import threading
 
 import torch
 
 from .. import _abi, _call
 from .._library import check, lib
 from .._options import InvalidArgument
+from ..planning import create, owned
 
 CODES = {
     torch.float32: _abi.FLOAT32,
@@ -146,32 +148,45 @@ class TorchKind:
 
 # ---- CUDA: plan once per problem, workspace from torch's allocator on the current stream ----
 
-_plans = {}  # (problem, target) -> (address of tw_plan, workspace bytes); kept for good, as a call may be running
+
+class _Plan:
+    """A tw_plan, destroyed with its last reference: a call that is running holds one."""
+
+    __slots__ = ("address", "workspace_bytes", "__weakref__")
+
+    def __init__(self, problem, target):
+        self.address, self.workspace_bytes = create(problem, target)
+        owned(self, lib.tw_plan_destroy, self.address)
+
+
+_MAX_PLANS = 1024  # a few hundred bytes each; problems beyond (ever new lengths or seeds) push the oldest out
+_plans = {}  # (problem, target) -> _Plan
 
 
 def _plan(problem, target):
     key = (problem, target)
     found = _plans.get(key)
     if found is None:
-        from ..planning import create
-
-        found = _plans[key] = create(problem, target)
+        found = _Plan(problem, target)
+        with _plans_lock:
+            while len(_plans) >= _MAX_PLANS:
+                del _plans[next(iter(_plans))]
+            _plans[key] = found
     return found
+
+
+_plans_lock = threading.Lock()
 
 
 def _run_on_cuda(options, views, seqlens, target):
     index = views[0][1][3]
     with torch.cuda.device(index):
         problem = _call.describe(options, views, seqlens)
-        plan, workspace_bytes = _plan(problem, target)
-        # 64-byte alignment: torch's allocator hands out 512-byte blocks. Freed at once, reused in stream order.
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=views_device(index))
+        plan = _plan(problem, _call.on_device(target, index))
+        # torch's blocks are 512-byte aligned, the library asks for 64. Freed at once and reused in stream order.
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
         stream = torch.cuda.current_stream(index).cuda_stream
-        _call.run(plan, options, views, seqlens, workspace.data_ptr() or None, workspace_bytes, stream)
-
-
-def views_device(index):
-    return torch.device("cuda", index)
+        _call.run(plan.address, options, views, seqlens, workspace.data_ptr() or None, plan.workspace_bytes, stream)
 
 
 kind = TorchKind()

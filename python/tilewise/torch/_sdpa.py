@@ -1,8 +1,9 @@
-"""Tilewise behind torch.nn.functional.scaled_dot_product_attention on the CPU.
+"""Tilewise behind torch.nn.functional.scaled_dot_product_attention, on the CPU and on GPUs.
 
-torch sends a call either to its fused CPU kernel, aten::_scaled_dot_product_flash_attention_for_cpu, or (with dropout, a
-mask that needs a gradient, head_dim_v != head_dim, ...) to aten::_scaled_dot_product_attention_math. Both, and the
-backward pass of the first, are overridden while the switch is on; calls that Tilewise does not take go on to torch.
+On the CPU torch sends a call either to its fused kernel, aten::_scaled_dot_product_flash_attention_for_cpu, or (with
+dropout, a mask that needs a gradient, head_dim_v != head_dim, ...) to aten::_scaled_dot_product_attention_math. Both, and
+the backward pass of the first, are overridden while the switch is on. On CUDA, where torch chooses between four
+backends, aten::scaled_dot_product_attention itself is. Calls that Tilewise does not take go on to torch.
 """
 
 import threading
@@ -19,6 +20,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 stays with t
 _FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _MATH = "_scaled_dot_product_attention_math"
+_WHOLE = "scaled_dot_product_attention"
 _MAX_HEAD_DIM = 256
 _SLOT = _abi.SLOT
 
@@ -40,7 +42,8 @@ def _takes(q, k, v):
         and q.dim() == 4
         and k.dim() == 4
         and v.dim() == 4
-        and q.is_cpu
+        and (q.is_cpu or q.is_cuda)
+        and q.device == k.device == v.device
         and q.shape[0] == k.shape[0] == v.shape[0]
         and k.shape[1] == v.shape[1] > 0
         and q.shape[1] % k.shape[1] == 0
@@ -68,7 +71,7 @@ class _Sdpa:
         model(x)
     tilewise.torch.sdpa.enable()         # for good, or until .disable()
 
-    The switch is the process's, not the thread's; contexts nest. Taken: float32, float16 and bfloat16 on the CPU,
+    The switch is the process's, not the thread's; contexts nest. Taken: float32, float16 and bfloat16 on the CPU and CUDA,
     attn_mask (bool, float, with a gradient too), is_causal (torch's top-left alignment), scale, enable_gqa, dropout_p,
     head dims up to 256. Everything else goes to torch as before. Code compiled with torch.compile looks at the switch when
     it runs, for calls that compiled to torch's fused kernel.
@@ -134,12 +137,25 @@ class _Sdpa:
                                       enable_gqa=enable_gqa)  # fmt: skip
             return got
 
+        whole = getattr(torch.ops.aten, _WHOLE).default
+
+        def whole_cuda(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+            got = None
+            if enable_gqa or (q.dim() == 4 and k.dim() == 4 and q.shape[1] == k.shape[1]):
+                got = self._math(q, k, v, attn_mask, dropout_p, is_causal, None, scale)
+            if got is None:
+                return whole.decompose(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return got[0]
+
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             library.impl(_FUSED, forward_cpu, "CPU", with_keyset=True)
             library.impl(_BACKWARD, backward_cpu, "CPU", with_keyset=True)
             library.impl(_MATH, math_cpu, "AutogradCPU")
             library.impl(_MATH, math_cpu, "CPU")
+            if torch.cuda.is_available():
+                library.impl(_WHOLE, whole_cuda, "AutogradCUDA")
+                library.impl(_WHOLE, whole_cuda, "CUDA")
         self._library = library
 
     # q, k, v [b, h, s, d] as torch has them; their [b, s, h, d] views go to the kernel, no copy.
@@ -209,7 +225,7 @@ class _Sdpa:
             return None
         if keep != k.shape[2]:
             k, v = k[:, :, :keep], v[:, :, :keep]
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             o = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, window=window,
                           softmax_scale=scale, bias=mask, dropout_p=dropout_p)  # fmt: skip
         self.calls += 1

@@ -1,0 +1,420 @@
+#!/usr/bin/env python3
+"""Times Tilewise beside torch's fused attention backends on one GPU: one process, the same tensors, taking turns.
+
+Every implementation of a cell is captured in a CUDA graph of several calls; the graphs are replayed in turn, round after
+round, so that clock and power drift hit all alike, and the median round counts. Inputs are random normal. The ceilings, a
+matrix product and a copy, are measured in the same run. `ratio` is Tilewise's speed over the best peer's.
+
+    PYTHONPATH=python TILEWISE_LIBRARY=build/src/libtilewise.so python3 tools/gpu_bench.py [--quick] [--only REGEX]
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import time
+import warnings
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DTYPES = ("bf16", "f16", "f32")
+TOKENS, WIDTH = 16384, 2048  # batch * length and heads * head_dim of the grid
+PEERS = ("cudnn", "flash", "efficient")
+
+
+def skip(reason):
+    print("SKIPPED: %s" % reason)
+    sys.exit(0)
+
+
+# ---- cells: what is measured ----
+
+
+def cell(group, direction, dtype, b, hq, hk, sq, sk, d, **options):
+    options = {"causal": False, "dropout": 0.0, "deterministic": False, **options}
+    mask = "causal" if options["causal"] else "full"
+    name = "%s %s %s b%d h%d%s s%d%s d%d %s" % (
+        group, direction, dtype, b, hq, "/%d" % hk if hk != hq else "", sq, "" if sk == sq else "x%d" % sk, d, mask)  # fmt: skip
+    return {"name": name, "group": group, "pass": direction, "dtype": dtype, "b": b, "hq": hq, "hk": hk, "sq": sq, "sk": sk,
+            "d": d, **options}  # fmt: skip
+
+
+def square(group, direction, dtype, s, d, **options):
+    h = WIDTH // d
+    return cell(group, direction, dtype, max(TOKENS // s, 1), h, h, s, s, d, **options)
+
+
+def all_cells(quick):
+    cells = []
+    lengths = (1024, 4096, 16384) if quick else (512, 1024, 2048, 4096, 8192, 16384)
+    for dtype in ("bf16",) if quick else ("bf16", "f16"):
+        for d in (64, 128, 256):
+            for causal in (False, True):
+                for s in lengths:
+                    for direction in ("fwd", "bwd"):
+                        cells.append(square("grid", direction, dtype, s, d, causal=causal))
+    for d in (64, 128) if quick else (64, 128, 256):
+        for causal in (False, True):
+            for s in (4096,) if quick else (1024, 4096, 8192):
+                for direction in ("fwd", "bwd"):
+                    cells.append(square("float32", direction, "f32", s, d, causal=causal))
+    for d in (64, 128, 256):
+        for causal in (False,) if quick else (False, True):
+            for s in (4096,) if quick else (2048, 16384):
+                for direction in ("fwd", "bwd"):
+                    cells.append(square("dropout", direction, "bf16", s, d, causal=causal, dropout=0.1))
+                cells.append(square("deterministic", "bwd", "bf16", s, d, causal=causal, deterministic=True))
+    for causal in (False, True):
+        for direction in ("fwd", "bwd"):
+            cells.append(cell("gqa", direction, "bf16", 2, 64, 8, 8192, 8192, 128, causal=causal))
+    decode = ((1, 4096), (1, 131072), (64, 8192)) if quick else (
+        (1, 4096), (1, 16384), (1, 131072), (4, 8192), (16, 4096), (64, 8192), (128, 2048))  # fmt: skip
+    cells += [cell("decode", "fwd", "bf16", b, 32, 8, 1, sk, 128) for b, sk in decode]
+    return cells
+
+
+def flops(c):
+    forward = 4 * c["b"] * c["hq"] * c["sq"] * c["sk"] * c["d"] * (0.5 if c["causal"] else 1)
+    return forward * (2.5 if c["pass"] == "bwd" else 1)
+
+
+# ---- implementations ----
+
+
+def implementations(c, torch, tilewise):
+    """name -> function(q, k, v) -> o; q [b, s, h, d]. "tilewise" first; "tilewise/plain": the cell without its option."""
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def ours(dropout=c["dropout"], deterministic=c["deterministic"]):
+        def run(q, k, v):
+            return tilewise.attention(q, k, v, causal=c["causal"], dropout_p=dropout, deterministic=deterministic)
+
+        return run
+
+    def peer(backend):
+        def run(q, k, v):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(backend):
+                o = F.scaled_dot_product_attention(q, k, v, is_causal=c["causal"], dropout_p=c["dropout"],
+                                                   enable_gqa=c["hq"] != c["hk"])  # fmt: skip
+            return o.transpose(1, 2)
+
+        return run
+
+    found = {"tilewise": ours()}
+    if c["dropout"]:
+        found["tilewise/plain"] = ours(dropout=0.0)
+    if c["deterministic"]:
+        found["tilewise/plain"] = ours(deterministic=False)
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+                "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
+    for name, backend in backends.items():
+        if c["dtype"] == "f32" and name != "efficient":
+            continue  # they take 16 bits only
+        if c["hq"] != c["hk"] and name == "efficient":
+            continue  # takes equal heads only
+        found[name] = peer(backend)
+    return found
+
+
+class Timed:
+    """One implementation's calls as a graph, or, where it cannot be captured, as they are."""
+
+    def __init__(self, torch, call, calls):
+        self.torch, self.calls, self.graph, self.times = torch, calls, None, []
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin()
+            try:
+                for n in range(calls):
+                    call(n)
+            finally:
+                graph.capture_end()
+            self.graph = graph
+        except Exception:  # noqa: BLE001 - whatever stops a peer's capture, its time without one is still wanted
+            torch.cuda.synchronize()
+        self.call = call
+
+    def run(self):
+        start, end = self.events
+        start.record()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            for n in range(self.calls):
+                self.call(n)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / self.calls
+
+
+def prepare(c, torch, function, sets, deterministic_torch):
+    """call(n) for the n-th of the input sets; the forward pass of a backward cell has been run."""
+    if c["pass"] == "fwd":
+        return lambda n: function(*sets[n % len(sets)][:3])
+    q, k, v, dout = sets[0]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        o = function(*leaves)
+
+    def call(_):
+        with torch.enable_grad():
+            torch.use_deterministic_algorithms(deterministic_torch, warn_only=True)
+            grads = torch.autograd.grad(o, leaves, dout, retain_graph=True)
+            torch.use_deterministic_algorithms(False)
+        return grads
+
+    return call
+
+
+def measure(c, torch, tilewise, seconds):
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[c["dtype"]]
+    kv_bytes = 2 * c["b"] * c["sk"] * c["hk"] * c["d"] * dtype.itemsize
+    # Decoding reads its keys once: rotate through more than the second-level cache holds.
+    count = max(1, math.ceil(256e6 / kv_bytes)) if c["group"] == "decode" else 1
+
+    def random(s, h):
+        return torch.randn(c["b"], s, h, c["d"], device="cuda", dtype=dtype)
+
+    sets = [(random(c["sq"], c["hq"]), random(c["sk"], c["hk"]), random(c["sk"], c["hk"]),
+             random(c["sq"], c["hq"]) if c["pass"] == "bwd" else None) for _ in range(count)]  # fmt: skip
+    timed, failed, first = {}, {}, {}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for name, function in implementations(c, torch, tilewise).items():
+            try:
+                call = prepare(c, torch, function, sets, c["deterministic"] and name in PEERS)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    got = call(0)
+                    first[name] = [x.float() for x in (got if isinstance(got, tuple) else (got,))]
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    for n in range(3):
+                        call(n)
+                    end.record()
+                    end.synchronize()
+                    # About 2 ms a graph, at most 64 calls; every input set at least once.
+                    calls = min(max(round(2 / max(begin.elapsed_time(end) / 3, 1e-3)), 1, count), max(64, count))
+                    timed[name] = Timed(torch, call, calls)
+            except Exception as error:  # noqa: BLE001 - a peer that refuses is a result
+                failed[name] = "%s: %s" % (type(error).__name__, str(error).strip().split("\n")[0][:200])
+                if name == "tilewise":
+                    break
+        if "tilewise" in timed:
+            for t in timed.values():  # past the first launches and the idle clock
+                t.run()
+            until = time.perf_counter() + seconds
+            while time.perf_counter() < until or len(timed["tilewise"].times) < 5:
+                for t in timed.values():
+                    t.times.append(t.run())
+    torch.cuda.synchronize()
+    result = dict(c, flops=flops(c), results={}, failed=failed)
+    for name, t in timed.items():
+        ms = statistics.median(t.times)
+        row = {"ms": round(ms, 5), "tflops": round(flops(c) / ms * 1e-9, 1), "rounds": len(t.times), "graph": t.graph is not None}
+        if c["group"] == "decode":
+            row["gb_s"] = round(kv_bytes / ms * 1e-6, 0)
+        result["results"][name] = row
+    peers = [n for n in PEERS if n in timed]
+    if "tilewise" in timed and peers:
+        ours = result["results"]["tilewise"]["ms"]
+        result["best_peer"] = min(peers, key=lambda n: result["results"][n]["ms"])
+        result["ratio"] = round(result["results"][result["best_peer"]]["ms"] / ours, 4)
+        if not c["dropout"]:  # a wrong answer is no speed: largest difference over largest value, against the best peer
+            result["difference"] = max(
+                ((x - y).abs().max() / y.abs().max().clamp_min(1e-6)).item()
+                for x, y in zip(first["tilewise"], first[result["best_peer"]]))  # fmt: skip
+    if "tilewise/plain" in timed:
+        result["kept"] = round(result["results"]["tilewise/plain"]["ms"] / result["results"]["tilewise"]["ms"], 4)
+    return result
+
+
+def kernel_of(c, tilewise):
+    """The row that the library chooses, from the problem's text."""
+    text = "%s %s b=%d hq=%d hk=%d sq=%d sk=%d d=%d%s%s%s" % (
+        c["pass"], c["dtype"], c["b"], c["hq"], c["hk"], c["sq"], c["sk"], c["d"], " causal" if c["causal"] else "",
+        " dropout=%g" % c["dropout"] if c["dropout"] else "", " deterministic" if c["deterministic"] else "")  # fmt: skip
+    if c["pass"] == "fwd":
+        text += " no_lse"
+    try:
+        return tilewise.plan(text, backend="cuda").kernel
+    except Exception as error:  # noqa: BLE001
+        return "none: %s" % error
+
+
+def ceilings(torch):
+    def median_ms(call, repeats=20):
+        for _ in range(3):
+            call()
+        times = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times)
+
+    found = {}
+    for name, dtype, n in (("matmul_bf16_tflops", torch.bfloat16, 8192), ("matmul_f32_tflops", torch.float32, 8192)):
+        a, b = (torch.randn(n, n, device="cuda", dtype=dtype) for _ in range(2))
+        found[name] = round(2 * n**3 / median_ms(lambda: a @ b, 20 if dtype != torch.float32 else 5) * 1e-9, 1)
+        del a, b
+    x = torch.randn(1 << 29, device="cuda")
+    y = torch.empty_like(x)
+    found["copy_gb_s"] = round(2 * x.numel() * 4 / median_ms(lambda: y.copy_(x)) * 1e-6, 0)
+    return found
+
+
+# ---- reports ----
+
+
+def line(r):
+    text = "%-52s" % r["name"]
+    for name in ("tilewise", "tilewise/plain") + PEERS:
+        if name in r["results"]:
+            row = r["results"][name]
+            speed = "%4.0f GB/s %6.1f us" % (row["gb_s"], row["ms"] * 1e3) if "gb_s" in row else "%5.0f" % row["tflops"]
+            text += "  %s %s%s" % (name.replace("tilewise", "tw"), speed, "" if row["graph"] else "*")
+    if "ratio" in r:
+        text += "  ratio %.3f" % r["ratio"]
+    if "kept" in r:
+        text += "  kept %.3f" % r["kept"]
+    if r.get("difference", 0) > 0.05:
+        text += "  DIFFERS %.3g" % r["difference"]
+    for name, why in r["failed"].items():
+        if name.startswith("tilewise"):
+            text += "  %s FAILED %s" % (name, why)
+    return text + "  [%s]" % r["kernel"]
+
+
+def geomean(values):
+    values = list(values)
+    return round(math.exp(sum(map(math.log, values)) / len(values)), 4) if values else None
+
+
+def summary(rows):
+    """Geometric means of the ratios by group, pass, element type and head dim; against FA2 and efficient alone, too."""
+    found = {}
+    for r in rows:
+        if "ratio" not in r:
+            continue
+        ours = r["results"]["tilewise"]["ms"]
+        keys = ["%s %s" % (r["group"], r["pass"]), "%s %s %s d%d" % (r["group"], r["pass"], r["dtype"], r["d"])]
+        for key in keys:
+            entry = found.setdefault(key, {"best": [], "kept": [], **{n: [] for n in PEERS}})
+            entry["best"].append(r["ratio"])
+            if "kept" in r:
+                entry["kept"].append(r["kept"])
+            for name in PEERS:
+                if name in r["results"]:
+                    entry[name].append(r["results"][name]["ms"] / ours)
+    return {key: {**{n: geomean(v) for n, v in entry.items() if v}, "cells": len(entry["best"]), "worst": min(entry["best"])}
+            for key, entry in sorted(found.items())}  # fmt: skip
+
+
+def picture(path, report):
+    """Speed over length: a panel for each pass and head dim; full lines without a mask, dashed lines causal."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return
+    rows = [r for r in report["cells"] if r["group"] == "grid" and r["dtype"] == "bf16"]
+    dims = sorted({r["d"] for r in rows})
+    if not dims:
+        return
+    colours = {"tilewise": "#c0392b", "cudnn": "#2c7fb8", "flash": "#41ab5d", "efficient": "#969696"}
+    figure, axes = plt.subplots(2, len(dims), figsize=(4.2 * len(dims), 7), sharex=True, squeeze=False)
+    for i, direction in enumerate(("fwd", "bwd")):
+        for j, d in enumerate(dims):
+            axis = axes[i][j]
+            for name, colour in colours.items():
+                for causal, style in ((False, "-"), (True, "--")):
+                    points = sorted((r["sq"], r["results"][name]["tflops"]) for r in rows
+                                    if r["pass"] == direction and r["d"] == d and r["causal"] == causal and name in r["results"])  # fmt: skip
+                    if points:
+                        axis.plot(*zip(*points), style, color=colour, marker=".", label=name if not causal else None,
+                                  linewidth=2 if name == "tilewise" else 1.2)  # fmt: skip
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.25)
+            axis.set_title("%s, head_dim %d" % ("forward" if direction == "fwd" else "backward", d), fontsize=10)
+    axes[0][0].set_ylabel("TFLOP/s")
+    axes[1][0].set_ylabel("TFLOP/s")
+    for axis in axes[1]:
+        axis.set_xlabel("sequence length (batch x length = %d)" % TOKENS)
+    axes[0][0].legend(fontsize=8, title="full; causal dashed", title_fontsize=8)
+    figure.suptitle("%s, bfloat16; matrix product %.0f TFLOP/s in the same run" % (report["gpu"], report["ceilings"]["matmul_bf16_tflops"]))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    print("wrote", path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a fifth of the cells, fewer rounds")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cells whose name matches, as printed in the first column")
+    parser.add_argument("--seconds", type=float, default=0, help="of rounds a cell (default 0.15, quick 0.06)")
+    parser.add_argument("--out", default=os.path.join(ROOT, "bench", "results", "gpu.json"), help="JSON file; the picture goes beside it")
+    parser.add_argument("--list", action="store_true", help="print the cells and end")
+    arguments = parser.parse_args()
+    cells = [c for c in all_cells(arguments.quick) if re.search(arguments.only, c["name"])]
+    if arguments.list:
+        print("\n".join(c["name"] for c in cells))
+        return
+    try:
+        import torch
+    except ImportError:
+        skip("torch is not installed")
+    if not torch.cuda.is_available():
+        skip("torch finds no GPU")
+    import tilewise
+
+    if not any(k.backend == "cuda" and k.available for k in tilewise.kernels()):
+        skip("the library has no CUDA row for this GPU: %s" % tilewise.machine().strip().split("\n")[-1])
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(1)
+    start = time.perf_counter()
+    report = {
+        "gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d %H:%M"), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "tilewise": tilewise.__version__,
+        "method": "CUDA graphs of several calls, replayed in turn; median; random normal inputs; forward without lse; "
+                  "fwd = 4 b hq sq sk d FLOP, half when causal, bwd 2.5 times that",
+        "ceilings": ceilings(torch), "cells": [],
+    }  # fmt: skip
+    print("%s, torch %s, cuDNN %s; ceilings %s" % (report["gpu"], torch.__version__, report["cudnn"], report["ceilings"]))
+    print("TFLOP/s; * = not in a graph; ratio: to the best peer", flush=True)
+    seconds = arguments.seconds or (0.06 if arguments.quick else 0.15)
+    for c in cells:
+        r = measure(c, torch, tilewise, seconds)
+        r["kernel"] = kernel_of(c, tilewise)
+        report["cells"].append(r)
+        print(line(r), flush=True)
+        torch.cuda.empty_cache()
+    report["summary"] = summary(report["cells"])
+    report["seconds"] = round(time.perf_counter() - start, 1)
+    print("\nTilewise's speed over each peer's, geometric mean; `kept`: with the option over without")
+    for key, entry in report["summary"].items():
+        print("%-28s %s" % (key, "  ".join("%s %s" % item for item in entry.items())))
+    print("%.0f s" % report["seconds"])
+    os.makedirs(os.path.dirname(os.path.abspath(arguments.out)), exist_ok=True)
+    with open(arguments.out, "w") as file:
+        json.dump(report, file, indent=1)
+        file.write("\n")
+    print("wrote", arguments.out)
+    picture(os.path.splitext(arguments.out)[0] + ".png", report)
+
+
+if __name__ == "__main__":
+    main()
