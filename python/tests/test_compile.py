@@ -89,9 +89,10 @@ def test_compiled_dropout_draws_anew():
 def test_compile_under_autocast():
     torch._dynamo.reset()
     q, k, v = tensors(5, 7)
+    device = q.device.type
 
     def function(q, k, v):
-        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             return tilewise.attention(q, k, v)
 
     got = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)

@@ -74,6 +74,8 @@ def test_gqa(heads):
 
 @pytest.mark.parametrize("shape", [(7, 9), (2, 1, 7, 9), (1, 4, 7, 9), (2, 4, 7, 9), (2, 1, 1, 9), (1, 1, 7, 1)])
 def test_masks(shape):
+    if torch.get_default_device().type == "cuda" and shape[-1] == 1:
+        pytest.skip("torch's own CUDA backends refuse a mask that is broadcast over the keys")
     compare(*tensors(), attn_mask=torch.randn(shape))
     mask = torch.rand(shape) > 0.4
     mask[..., 0] = True

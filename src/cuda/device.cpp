@@ -59,11 +59,13 @@ Status device_error(const char* what, int error) {
 DeviceGuard::DeviceGuard(int device) {
   int current = 0;
   if (const cudaError_t error = cudaGetDevice(&current); error != cudaSuccess) {
+    cudaGetLastError();  // reported here, not to whoever asks next
     status_ = device_error("cudaGetDevice", error);
     return;
   }
   if (current == device) return;
   if (const cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
+    cudaGetLastError();
     status_ = device_error("cudaSetDevice", error);
     return;
   }
