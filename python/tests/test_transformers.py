@@ -204,7 +204,7 @@ def queries(length, offset=0):
 
     if "cache_position" in inspect.signature(m.sdpa_mask).parameters:
         return {"cache_position": torch.arange(offset, offset + length)}
-    return {"q_length": length, "q_offset": offset}
+    return {"q_length": length, "q_offset": offset, "device": torch.get_default_device()}
 
 
 class Module:
