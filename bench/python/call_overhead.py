@@ -62,7 +62,18 @@ def main():
     def forward_backward():
         torch.autograd.grad(tilewise.torch.attention(*g), g, o)
 
-    one = g[0] * 1  # what autograd itself costs for one node, forward and backward
+    class Nothing(torch.autograd.Function):
+        """What autograd itself costs: the same inputs, the same number of results, no work."""
+
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return torch.empty_like(q)
+
+        @staticmethod
+        def backward(ctx, dout):
+            return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
     rows = {
         "torch, no gradient": (lambda: tilewise.torch.attention(q, k, v), c["forward"]),
         "torch, tilewise.attention": (lambda: tilewise.attention(q, k, v), c["forward"]),
@@ -81,12 +92,20 @@ def main():
         total = per_call(function, repeats, number)
         report["rows"].append({"name": name, "call_us": total, "c_call_us": base, "over_c_call_us": total - base})
         print("%-36s %7.2f us, C call %6.2f us, over it %6.2f us" % (name, total, base, total - base))
-    report["autograd_node_us"] = per_call(lambda: torch.autograd.grad(g[0] * 1, g[0], o), repeats, number)
-    report["torch_sdpa_us"] = per_call(
-        lambda: torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))), repeats, number
-    )
-    print("autograd.grad through one mul %.2f us; torch sdpa %.2f us" % (report["autograd_node_us"], report["torch_sdpa_us"]))
-    del one
+    h, h_grad = ([x.transpose(1, 2) for x in y] for y in ((q, k, v), g))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    beside = {
+        "empty autograd.Function, forward": lambda: Nothing.apply(*g),
+        "empty autograd.Function, forward and backward": lambda: torch.autograd.grad(Nothing.apply(*g), g, o),
+        "torch sdpa, no gradient": lambda: sdpa(*h),
+        "torch sdpa, autograd forward": lambda: sdpa(*h_grad),
+        "torch sdpa, forward and backward": lambda: torch.autograd.grad(sdpa(*h_grad), g, o),
+    }
+    report["beside_us"] = {}
+    for name, function in beside.items():
+        report["beside_us"][name] = per_call(function, repeats, number)
+        print("beside it: %-46s %7.2f us" % (name, report["beside_us"][name]))
+    report["load_average_after"] = machine()["load_average"]
     if not arguments.quick:
         write(arguments.output, report)
 

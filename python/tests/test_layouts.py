@@ -146,3 +146,35 @@ def test_out():
         tilewise.attention(q, k, v, out=torch.empty(B, S, H, D + 1))
     with pytest.raises(tilewise.InvalidArgument, match="out"):
         tilewise.attention(q.requires_grad_(), k, v, out=torch.empty_like(q))
+
+
+def test_negative_bit():
+    """The imaginary part of a conjugate is a view whose negation is still to come."""
+    x = torch.randn(3, 2, 5, 4, 16, dtype=torch.complex64)
+    q, k, v = x.conj().imag.unbind(0)
+    assert q.is_neg()
+    want = tilewise.attention(*(-x.imag).unbind(0))
+    assert torch.equal(tilewise.attention(q, k, v), want)
+    assert torch.equal(tilewise.attention(q, k, v, return_max_logit=True)[0], want)
+    with pytest.raises(tilewise.InvalidArgument, match="bias has the negative bit"):
+        tilewise.attention(q, k, v, bias=torch.randn(5, 5, dtype=torch.complex64).conj().imag)
+
+
+def test_options_are_not_mixed_up():
+    """Calls with the same options share what they pack; nothing of one call stays in the next."""
+    q, k, v = torch.randn(3, 5, 3, 4, 16).unbind(0)
+    window = [1, 0]
+    calls = [{}, {"causal": True}, {"window": (2, 1)}, {"softcap": 2.0}, {"softmax_scale": 0.5}, {"causal": 1, "softcap": 0}]
+    want = [oracle.attention(q, k, v, **{**c, "causal": bool(c.get("causal"))})[0] for c in calls]
+    cu = torch.tensor([0, 5, 10], dtype=torch.int32)
+    for _ in range(2):
+        for options, expected in zip(calls, want):
+            oracle.assert_close(tilewise.attention(q, k, v, **options), expected, torch.float32)
+            tilewise.attention_varlen(*(x.reshape(-1, 4, 16)[:10] for x in (q, k, v)), cu_seqlens_q=cu, cu_seqlens_k=cu,
+                                      max_seqlen_q=5, max_seqlen_k=5, softcap=1.0)  # fmt: skip
+        for options, expected in zip(calls, want):
+            got = tilewise.attention(q.numpy(), k.numpy(), v.numpy(), **options)
+            oracle.assert_close(torch.from_numpy(got), expected, torch.float32)
+    assert torch.equal(tilewise.attention(q, k, v, window=window), tilewise.attention(q, k, v, window=(1, 0)))
+    window[0] = 0  # a list that changes is read again
+    assert torch.equal(tilewise.attention(q, k, v, window=window), tilewise.attention(q, k, v, window=(0, 0)))

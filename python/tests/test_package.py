@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 
+import oracle
 import pytest
 import torch
 
@@ -134,6 +135,14 @@ def test_foreign_library():
         pytest.skip("no libm.so.6")
     done = run("import tilewise", env={"TILEWISE_LIBRARY": libc})
     assert "has no function tw_version" in done.stderr
+
+
+def test_asserts_count():
+    """Also under python -O, which drops plain asserts: pytest has made those of the tests and of the oracle its own."""
+    with pytest.raises(AssertionError, match="1 == 2"):
+        assert 1 == 2  # noqa: PLR0133
+    with pytest.raises(AssertionError, match="error 1"):
+        oracle.assert_close(torch.ones(1), torch.zeros(1), torch.float32)
 
 
 def test_errors_do_not_depend_on_asserts():

@@ -1,7 +1,9 @@
 """From arrays and options to the tuples that `_call` packs, for every kind of array alike.
 
 A *kind* is a small object with `view(array, name)` -> view tuple, `rows(array, name)` -> (array, view) with the last
-dimension contiguous (copying only if it is not), `empty(shape, dtype, like)` and `forward`/`backward` that call the ABI.
+dimension contiguous (copying only if it is not), `empty(shape, dtype, like)` and `forward`/`backward` that call the ABI;
+`attention_dense` may do the commonest call, dense tensors with options alone, with less Python, and gives None if it does
+not take it.
 """
 
 from . import _abi

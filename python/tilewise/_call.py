@@ -13,6 +13,7 @@ import struct
 
 from . import _abi
 from ._library import check, lib
+from ._options import NO_WINDOW, window_of
 from .errors import InvalidArgument
 
 _PROBLEM_OFFSET = 0
@@ -25,19 +26,26 @@ _SIZE = _OUT_OFFSET + _abi.PROBLEM.size
 _pack_tensor = _abi.TENSOR.pack_into
 _pack_four = struct.Struct("@" + 4 * _abi.TENSOR.format[1:]).pack_into
 _pack_five = struct.Struct("@" + 5 * _abi.TENSOR.format[1:]).pack_into
+_pack_three = struct.Struct("@" + 3 * _abi.TENSOR.format[1:]).pack_into
 _pack_options = _abi.OPTIONS.pack_into
 _pack_seqlens = _abi.SEQLENS.pack_into
 _NAN = math.nan
 
-NO_WINDOW = (-1, -1)
 NO_SEQLENS = (0, 0)
-_tw_forward = lib.tw_forward
+_tw_forward, _tw_backward = lib.tw_forward, lib.tw_backward
+_DOUT, _DQ = _SLOT_OFFSETS[_abi.SLOT["dout"]], _SLOT_OFFSETS[_abi.SLOT["dq"]]
+# Sets of slots: q, k, v, o; with lse; with lse, dout, dq, dk and dv.
+_QKVO, _QKVO_LSE = 15, 31
+_GRADIENTS = _QKVO_LSE | sum(1 << _abi.SLOT[name] for name in ("dout", "dq", "dk", "dv"))
 
 
 class Scratch:
-    """Memory for one call: tw_problem, tw_tensors, 31 tw_tensor and a second tw_problem."""
+    """Memory for one call: tw_problem, tw_tensors, 31 tw_tensor and a second tw_problem.
 
-    __slots__ = ("buffer", "memory", "address", "problem", "tensors", "out", "tables", "seqlens")
+    `options`, `seqlens` and `present` say what the buffer holds from the call before: the same again is not packed again.
+    """
+
+    __slots__ = ("buffer", "memory", "address", "problem", "tensors", "out", "tables", "options", "seqlens", "present")
 
     def __init__(self):
         self.buffer = ctypes.create_string_buffer(_SIZE)
@@ -46,40 +54,41 @@ class Scratch:
         self.problem = self.address + _PROBLEM_OFFSET
         self.tensors = self.address + _TENSORS_OFFSET
         self.out = self.address + _OUT_OFFSET
+        self.options = self.present = None
         self.seqlens = NO_SEQLENS
         self.tables = {}  # set of slots present -> tw_tensors as bytes
 
     def table(self, present):
-        pointers = [
-            self.address + _SLOT_OFFSETS[n] if present >> n & 1 else 0 for n in range(len(_abi.TENSOR_FIELDS))
-        ]
-        table = self.tables[present] = _abi.TENSORS.pack(_abi.TENSORS.size, 0, *pointers)
-        return table
+        """Makes tw_tensors point to the slots in the set `present`."""
+        table = self.tables.get(present)
+        if table is None:
+            pointers = [
+                self.address + _SLOT_OFFSETS[n] if present >> n & 1 else 0 for n in range(len(_abi.TENSOR_FIELDS))
+            ]
+            table = self.tables[present] = _abi.TENSORS.pack(_abi.TENSORS.size, 0, *pointers)
+        self.memory[_TENSORS_OFFSET:_SLOTS_OFFSET] = table
+        self.present = present
 
-    def fill_dense(self, options, views, five):
-        """`fill` for the commonest call: views of q, k, v, o (and lse: `five`) as one flat tuple, nothing else."""
-        buffer = self.buffer
-        _pack_options(buffer, 0, *options)
-        if self.seqlens != NO_SEQLENS:
-            _pack_seqlens(buffer, _abi.SEQLENS_OFFSET, 0, 0)
-            self.seqlens = NO_SEQLENS
-        (_pack_five if five else _pack_four)(buffer, _SLOTS_OFFSET, *views)
-        self.memory[_TENSORS_OFFSET:_SLOTS_OFFSET] = self.tables.get(31 if five else 15) or self.table(31 if five else 15)
+    def settings(self, options, seqlens):
+        _pack_options(self.buffer, 0, *options)
+        _pack_seqlens(self.buffer, _abi.SEQLENS_OFFSET, *seqlens)
+        self.options, self.seqlens = options, seqlens
+
+    def fill_dense(self, options, views, present):
+        """`fill` for the commonest calls: views of q, k, v, o and perhaps lse as one flat tuple."""
+        if self.options is not options or self.seqlens != NO_SEQLENS:
+            self.settings(options, NO_SEQLENS)
+        (_pack_four if present == _QKVO else _pack_five)(self.buffer, _SLOTS_OFFSET, *views)
+        if self.present != present:
+            self.table(present)
 
     def fill(self, options, seqlens, views):
-        buffer = self.buffer
-        _pack_options(buffer, 0, *options)
-        if self.seqlens != seqlens:
-            _pack_seqlens(buffer, _abi.SEQLENS_OFFSET, *seqlens)
-            self.seqlens = seqlens
+        self.settings(options, seqlens)
         present = 0
         for slot, view in views:
             present |= 1 << slot
-            _pack_tensor(buffer, _SLOT_OFFSETS[slot], *view)
-        table = self.tables.get(present)
-        if table is None:
-            table = self.table(present)
-        self.memory[_TENSORS_OFFSET:_SLOTS_OFFSET] = table
+            _pack_tensor(self.buffer, _SLOT_OFFSETS[slot], *view)
+        self.table(present)
 
 
 _free = []  # list.pop and list.append are atomic
@@ -153,20 +162,62 @@ def options(
     )
 
 
-def forward_dense(options, views, five, target):
+_known_options = {}
+_PLAIN = frozenset((bool, int, float, type(None)))
+
+
+def known_options(key):
+    """`options` of `key`, a tuple (causal, window, softmax_scale, softcap, deterministic, batch_invariant, num_splits,
+    sm_margin): the same object for the same key, so that `Scratch.fill_dense` need not pack it again."""
+    try:
+        return _known_options[key]
+    except (KeyError, TypeError):  # TypeError: something in it has no hash
+        causal, window, scale, softcap, deterministic, batch_invariant, num_splits, sm_margin = key
+        made = options(causal, window_of(window), scale, softcap, 0.0, 0, 0, False, deterministic, batch_invariant,
+                       num_splits, sm_margin)  # fmt: skip
+        # Values that cannot change later, and not without end.
+        if len(_known_options) < 256 and all(
+            type(x) in _PLAIN for x in key[:1] + key[2:] + (window if type(window) is tuple else (window,))
+        ):
+            _known_options[key] = made
+        return made
+
+
+def forward_dense(options, views, want_lse, target):
     """tw_forward on dense CPU tensors without extras; see `Scratch.fill_dense`."""
     try:
         scratch = _free.pop()
     except IndexError:
         scratch = Scratch()
     try:
-        scratch.fill_dense(options, views, five)
+        scratch.fill_dense(options, views, _QKVO_LSE if want_lse else _QKVO)
     except (struct.error, TypeError) as error:
         _blame(options, NO_SEQLENS, error)
     status = _tw_forward(scratch.problem, scratch.tensors, target, None)
     if status:
         check(status)
     _free.append(scratch)
+
+
+def backward_dense(options, views, dout, grads, target):
+    """tw_backward likewise: `views` of q, k, v, o and lse, `dout`, and `grads`, the views of dq, dk and dv."""
+    try:
+        scratch = _free.pop()
+    except IndexError:
+        scratch = Scratch()
+    scratch.fill_dense(options, views, _GRADIENTS)
+    _pack_tensor(scratch.buffer, _DOUT, *dout)
+    _pack_three(scratch.buffer, _DQ, *grads)
+    status = _tw_backward(scratch.problem, scratch.tensors, target, None)
+    if status:
+        check(status)
+    _free.append(scratch)
+
+
+def for_backward(options):
+    """The options of a forward call as those of its backward pass."""
+    # num_splits and batch_invariant shape the forward pass only.
+    return options[:1] + (_abi.BACKWARD,) + options[2:13] + (0, 0) + options[15:]
 
 
 def forward(options, views, seqlens=NO_SEQLENS, target=None):

@@ -44,6 +44,15 @@ class Frontend:
                   sm_margin=0, return_lse=False, return_max_logit=False, return_dropout_mask=False, out=None,
                   backend=None, kernel=None, num_threads=0):  # fmt: skip
         kind = self.kind
+        if (
+            bias is None and alibi_slopes is None and sinks is None and dropout_p == 0 and rng_state is None
+            and seqused_q is None and seqused_k is None and not return_max_logit and not return_dropout_mask
+            and out is None
+        ):  # fmt: skip
+            key = (causal, window, softmax_scale, softcap, deterministic, batch_invariant, num_splits, sm_margin)
+            got = kind.attention_dense(q, k, v, key, return_lse, backend, kernel, num_threads)
+            if got is not None:
+                return got
         kind.same(q=q, k=k, v=v, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, seqused_q=seqused_q,
                   seqused_k=seqused_k, rng_state=rng_state, out=out)  # fmt: skip
         _build.check_ranks(q, k, v, False, False)

@@ -2,8 +2,9 @@
 
 import operator
 
-from ._call import NO_WINDOW
 from .errors import InvalidArgument
+
+NO_WINDOW = (-1, -1)
 
 
 def window_of(window):

@@ -5,6 +5,8 @@ float32, float16, float64 (reference kernel) and, with the ml_dtypes package, bf
 last dimension is contiguous; arrays with another last stride are copied.
 """
 
+import ctypes
+
 import numpy as np
 
 from . import _abi, _call
@@ -22,6 +24,7 @@ _CODES = {
     np.dtype(np.int64): _abi.INT64,
     np.dtype(np.bool_): _abi.BOOL,
 }
+_byte, _address = ctypes.c_char, ctypes.addressof
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
@@ -37,8 +40,48 @@ def _code(x, name):
     return code
 
 
+def _data(x):
+    """The address of x's memory; of a contiguous and writable array in a quarter of the time that NumPy's own answer takes."""
+    if x.flags.carray:
+        try:
+            return _address(_byte.from_buffer(x))
+        except (TypeError, ValueError):  # no buffer of it: no elements, or ml_dtypes
+            pass
+    return x.__array_interface__["data"][0]
+
+
+def _rows(x):
+    """`view` of a C-contiguous array [.., .., .., d] of floats, else None."""
+    code = _CODES.get(x.dtype)
+    if code is None or not x.flags.c_contiguous:
+        return None
+    a, b, c, d = x.shape
+    f = c * d
+    return (_data(x), code, 0, 0, 4, a, b, c, d, b * f, f, d, 1)
+
+
 class NumpyKind:
     """See `_build`."""
+
+    def attention_dense(self, q, k, v, key, return_lse, backend, kernel, num_threads):
+        array = np.ndarray
+        if type(q) is not array or type(k) is not array or type(v) is not array or not q.ndim == k.ndim == v.ndim == 4:
+            return None
+        q_view, k_view, v_view = _rows(q), _rows(k), _rows(v)
+        if q_view is None or k_view is None or v_view is None:
+            return None
+        _, code, _, _, _, b, sq, hq, _, _, _, _, _ = q_view
+        dv = v_view[8]
+        o1 = hq * dv
+        o = np.empty((b, sq, hq, dv), q.dtype)
+        views = (*q_view, *k_view, *v_view, _data(o), code, 0, 0, 4, b, sq, hq, dv, sq * o1, o1, dv, 1)
+        options, where = _call.known_options(key), _call.target(backend, kernel, num_threads)
+        if not return_lse:
+            _call.forward_dense(options, views, False, where)
+            return o
+        lse = np.empty((b, hq, sq), np.float32)
+        _call.forward_dense(options, (*views, _data(lse), 0, 0, 0, 3, b, hq, sq, 0, hq * sq, sq, 1, 0), True, where)
+        return o, lse
 
     def same(self, **arrays):
         for name, x in arrays.items():
@@ -58,8 +101,7 @@ class NumpyKind:
         if shape[-1] <= 1:
             strides[-1] = 1
         pad = (0,) * (_abi.MAX_DIMS - n)
-        data = x.__array_interface__["data"][0]
-        return (data, code, 0, 0, n) + shape + pad + tuple(strides) + pad
+        return (_data(x), code, 0, 0, n) + shape + pad + tuple(strides) + pad
 
     def rows(self, x, name):
         if x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize:

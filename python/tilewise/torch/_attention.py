@@ -14,9 +14,12 @@ from ._kind import CODES, kind, target
 
 _frontend = Frontend(kind)
 _LOWER = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts
-_plain = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_tensors = frozenset((torch.Tensor, torch.nn.Parameter))
+_plain = _tensors | {type(None)}
 _forward_ad = torch.autograd.forward_ad
 _is_compiling = torch.compiler.is_compiling
+_grad_enabled, _autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_empty, _empty_like, _float32 = torch.empty, torch.empty_like, torch.float32
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _GRADIENTS = (("dq", 0), ("dk", 1), ("dv", 2), ("dbias", 3), ("dalibi", 4), ("dsink", 5))
@@ -51,27 +54,60 @@ class _Attention(torch.autograd.Function):
         return tuple(found.get(name) for name, _ in _GRADIENTS) + (None,)
 
 
-class _Plain(torch.autograd.Function):
-    """`_Attention` for q, k and v alone: fewer arguments to hand through autograd."""
+class _Dense(torch.autograd.Function):
+    """`_Attention` for dense q, k and v on the CPU and options alone: the commonest call, with the least Python."""
 
     @staticmethod
     def forward(ctx, q, k, v, options, where):
-        o, lse = _forward_plain(q, k, v, options, where, True)
+        o, lse = _forward_dense(q, k, v, options, where, True)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.call = options, where
+        return o
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _backward_dense(ctx, dout, None)
+
+
+class _DenseLse(torch.autograd.Function):
+    """`_Dense` with the lse as a second result."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options, where):
+        o, lse = got = _forward_dense(q, k, v, options, where, True)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.target = options, where
-        return o, lse
+        ctx.call = options, where
+        return got
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        wanted = tuple(name for name, needed in zip(("dq", "dk", "dv"), ctx.needs_input_grad) if needed)
-        if not wanted or (dout is None and dlse is None):
-            return (None,) * 5
-        call = _Arguments()
-        call.options, call.seqlens, call.target, call.names = ctx.options, _call.NO_SEQLENS, ctx.target, ()
-        compute = _gradients if not torch.is_grad_enabled() else _Once.apply
-        found = dict(zip(wanted, compute(call, wanted, dout, dlse, *ctx.saved_tensors, None, None, None)))
-        return found.get("dq"), found.get("dk"), found.get("dv"), None, None
+        return _backward_dense(ctx, dout, dlse)
+
+
+# Function.apply unwraps what a torch.func transform may have left, in Python, before it calls the apply of its base class:
+# 4 us. `attention` has seen that no transform is active.
+_apply_dense = super(torch.autograd.Function, _Dense).apply
+_apply_dense_lse = super(torch.autograd.Function, _DenseLse).apply
+
+
+def _backward_dense(ctx, dout, dlse):
+    """-> (dq, dk, dv, None, None)."""
+    wanted = ctx.needs_input_grad
+    options, where = ctx.call
+    if dlse is None and dout is not None and wanted[0] and wanted[1] and wanted[2] and not torch.is_grad_enabled():
+        q, k, v, o, lse = ctx.saved_tensors
+        grads = _gradients_dense(dout, q, k, v, o, lse, _call.for_backward(options), where)
+        if grads is not None:
+            return grads
+    wanted = tuple(name for name, needed in zip(("dq", "dk", "dv"), wanted) if needed)
+    if not wanted or (dout is None and dlse is None):
+        return (None,) * 5
+    call = _Arguments()
+    call.options, call.seqlens, call.target, call.names = options, _call.NO_SEQLENS, where, ()
+    compute = _gradients if not torch.is_grad_enabled() else _Once.apply
+    found = dict(zip(wanted, compute(call, wanted, dout, dlse, *ctx.saved_tensors, None, None, None)))
+    return found.get("dq"), found.get("dk"), found.get("dv"), None, None
 
 
 def _gradients(call, wanted, dout, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *tensors):
@@ -94,33 +130,54 @@ class _Once(torch.autograd.Function):
         raise Unsupported("tilewise.attention: second derivatives (double backward) are not available")
 
 
-def _forward_plain(q, k, v, options, where, want_lse):
-    """Dense CPU tensors, nothing but options: the commonest call, with the least Python. -> (o, lse or None)."""
-    b, sq, hq, d = q.shape
-    dv = v.shape[3]
-    dtype = q.dtype
-    code, k_code, v_code = CODES.get(dtype), CODES.get(k.dtype), CODES.get(v.dtype)
-    q0, q1, q2, q3 = q.stride()
-    k0, k1, k2, k3 = k.stride()
-    v0, v1, v2, v3 = v.stride()
-    if (q3 != 1 and d > 1) or (k3 != 1 and k.shape[3] > 1) or (v3 != 1 and dv > 1) or None in (code, k_code, v_code):
+def _rows(x):
+    """`view` of a float tensor [.., .., .., d] on the CPU whose last dimension is contiguous, else None."""
+    code = CODES.get(x.dtype)
+    a, b, c, d = x.shape
+    e, f, g, h = x.stride()
+    if code is None or (h != 1 and d > 1) or x.is_neg():
+        return None
+    return (x.data_ptr(), code, 0, 0, 4, a, b, c, d, e, f, g, 1)
+
+
+def _forward_dense(q, k, v, options, where, want_lse):
+    """-> (o, lse or None)."""
+    q_view, k_view, v_view = _rows(q), _rows(k), _rows(v)
+    if q_view is None or k_view is None or v_view is None:
         return _build.forward(kind, q, k, v, (), options, _call.NO_SEQLENS, where, want_lse=want_lse)[:2]
-    if dv == d and q2 == d and q1 == hq * d and q0 == sq * q1:
-        o = torch.empty_like(q)  # half the time of torch.empty
+    _, code, _, _, _, b, sq, hq, d, q0, q1, q2, _ = q_view
+    dv = v_view[8]
+    o1 = hq * dv
+    o0 = sq * o1
+    if q2 == dv == d and q1 == o1 and q0 == o0:
+        o = _empty_like(q)  # half the time of torch.empty
     else:
-        o = torch.empty((b, sq, hq, dv), dtype=dtype)
-    views = (
-        q.data_ptr(), code, 0, 0, 4, b, sq, hq, d, q0, q1, q2, 1,
-        k.data_ptr(), k_code, 0, 0, 4, *k.shape, k0, k1, k2, 1,
-        v.data_ptr(), v_code, 0, 0, 4, *v.shape, v0, v1, v2, 1,
-        o.data_ptr(), code, 0, 0, 4, b, sq, hq, dv, sq * hq * dv, hq * dv, dv, 1,
-    )  # fmt: skip
-    lse = None
-    if want_lse:
-        lse = torch.empty((b, hq, sq), dtype=torch.float32)
-        views += (lse.data_ptr(), 0, 0, 0, 3, b, hq, sq, 0, hq * sq, sq, 1, 0)
-    _call.forward_dense(options, views, want_lse, where)
+        o = _empty((b, sq, hq, dv), dtype=q.dtype)
+    views = (*q_view, *k_view, *v_view, o.data_ptr(), code, 0, 0, 4, b, sq, hq, dv, o0, o1, dv, 1)
+    if not want_lse:
+        _call.forward_dense(options, views, False, where)
+        return o, None
+    lse = _empty((b, hq, sq), dtype=_float32)
+    _call.forward_dense(options, (*views, lse.data_ptr(), 0, 0, 0, 3, b, hq, sq, 0, hq * sq, sq, 1, 0), True, where)
     return o, lse
+
+
+def _gradients_dense(dout, q, k, v, o, lse, options, where):
+    """(dq, dk, dv, None, None), or None for tensors that need more care (saved-tensor hooks may have changed them)."""
+    views = [_rows(x) for x in (dout, q, k, v, o)]
+    if None in views or not lse.is_contiguous() or not dout.is_cpu:
+        return None
+    dout_view, q_view, k_view, v_view, o_view = views
+    grads, grad_views = [], []
+    for x, x_view in ((q, q_view), (k, k_view), (v, v_view)):
+        _, code, _, _, _, b, s, h, d, _, _, _, _ = x_view
+        grad = _empty_like(x) if x.is_contiguous() else _empty((b, s, h, d), dtype=x.dtype)
+        grads.append(grad)
+        grad_views += (grad.data_ptr(), code, 0, 0, 4, b, s, h, d, s * h * d, h * d, d, 1)
+    b, hq, sq = lse.shape
+    lse_view = (lse.data_ptr(), 0, 0, 0, 3, b, hq, sq, 0, hq * sq, sq, 1, 0)
+    _call.backward_dense(options, (*q_view, *k_view, *v_view, *o_view, *lse_view), dout_view, grad_views, where)
+    return (*grads, None, None)
 
 
 class _Arguments:
@@ -140,9 +197,7 @@ class _Arguments:
         return extra
 
     def backward_options(self):
-        options = self.options
-        # num_splits and batch_invariant shape the forward pass only.
-        return options[:1] + (_abi.BACKWARD,) + options[2:13] + (0, 0) + options[15:]
+        return _call.for_backward(self.options)
 
 
 def special(*tensors):
@@ -204,9 +259,6 @@ def _call_attention(q, k, v, bias, alibi_slopes, sinks, lengths, causal, window,
         o, lse = _ops.attention(q, k, v, bias, alibi_slopes, sinks, lengths, options, max_seqlen_q, max_seqlen_k)
         return (o, lse) if return_lse else o
     where = target(backend, kernel, num_threads)
-    plain = not (lengths or return_max_logit or return_dropout_mask) and (
-        bias is None and alibi_slopes is None and sinks is None and out is None and q.is_cpu and k.is_cpu and v.is_cpu
-    )
     seqlens = (max_seqlen_q, max_seqlen_k)
     batch, seqlen_k = 0, 0
     if return_max_logit or return_dropout_mask:
@@ -220,9 +272,6 @@ def _call_attention(q, k, v, bias, alibi_slopes, sinks, lengths, causal, window,
             raise InvalidArgument("out: must be None where a gradient is needed; use torch.no_grad()")
         if "page_table" in lengths:
             raise Unsupported("page_table: attention over paged keys has no gradient; use torch.no_grad()")
-        if plain:
-            got = _Plain.apply(q, k, v, options, where)
-            return got if return_lse else got[0]
         call = _Arguments()
         call.options, call.seqlens, call.target, call.packed_q = options, seqlens, where, packed_q
         call.names, call.tensors = tuple(lengths), tuple(lengths.values())
@@ -232,9 +281,6 @@ def _call_attention(q, k, v, bias, alibi_slopes, sinks, lengths, causal, window,
         if not (return_max_logit or return_dropout_mask):
             return got if return_lse else got[0]
         return got if return_lse else (got[0],) + got[2:]
-    if plain:
-        got = _forward_plain(q, k, v, options, where, return_lse)
-        return got if return_lse else got[0]
     extra = list(lengths.items()) if lengths else []
     if bias is not None:
         extra.append(("bias", bias))
@@ -257,6 +303,22 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
               return_max_logit=False, return_dropout_mask=False, out=None, backend=None, kernel=None,
               num_threads=0):  # fmt: skip
     """`tilewise.attention` for torch tensors."""
+    if (
+        not _is_compiling() and type(q) in _tensors and type(k) in _tensors and type(v) in _tensors
+        and q.dim() == k.dim() == v.dim() == 4 and q.is_cpu and k.is_cpu and v.is_cpu and bias is None
+        and alibi_slopes is None and sinks is None and dropout_p == 0 and rng_state is None and seqused_q is None
+        and seqused_k is None and not return_max_logit and not return_dropout_mask and out is None
+        and not (_transforms_active() or _dispatch_modes()) and _forward_ad._current_level < 0
+        and not _autocast_enabled("cpu")
+    ):  # fmt: skip
+        options = _call.known_options(
+            (causal, window, softmax_scale, softcap, deterministic, batch_invariant, num_splits, sm_margin)
+        )
+        where = target(backend, kernel, num_threads)
+        if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return (_apply_dense_lse if return_lse else _apply_dense)(q, k, v, options, where)
+        got = _forward_dense(q, k, v, options, where, return_lse)
+        return got if return_lse else got[0]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         _build.check_ranks(q, k, v, False, False)
     lengths = _NONE

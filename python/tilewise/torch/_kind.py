@@ -44,6 +44,8 @@ def view(x, name):
         device, index = 1, x.device.index or 0
     else:
         raise InvalidArgument("%s is on device %s, must be cpu or cuda" % (name, x.device))
+    if x.is_neg():
+        raise InvalidArgument("%s has the negative bit, must be resolved with resolve_neg()" % name)
     n = x.dim()
     if n == 4:
         a, b, c, d = x.shape
@@ -79,6 +81,8 @@ class TorchKind:
             raise InvalidArgument("%s is a %s, must be a torch.Tensor like q" % (name, type(x).__name__))
 
     def rows(self, x, name):
+        if x.is_neg():  # its negation is still to come, as in z.conj().imag
+            x = x.resolve_neg()
         got = view(x, name)
         if got[8 + x.dim()] != 1:  # last dimension not contiguous: the one copy that a call makes
             x = x.contiguous()
