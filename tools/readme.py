@@ -9,6 +9,8 @@ Each part stands between two comments, <!-- begin KIND ARGUMENTS --> and <!-- en
     code FILE | FIRST | LAST   lines of FILE, from the one that begins with FIRST (spaces aside) to the next that does with LAST
     kernels                    `tilewise list --markdown`; a build without CUDA leaves CUDA's rows as they are
     numbers FILE...            a table of bench/results files, as `tilewise bench --json` writes them
+    llama FILE                 the result of bench/python/llama_memory.py
+    sdpa FILE                  the result of bench/python/sdpa.py
 """
 
 import argparse
@@ -70,6 +72,41 @@ def numbers(files: list[str]) -> str:
   return text
 
 
+def machine(record: dict) -> str:
+  """The processor's instruction sets, threads, torch, date and load, from what bench/python/common.py writes."""
+  lines = record["machine"]["cpu"].splitlines()
+  isa = next(line.split()[-1] for line in lines if line.startswith("cpu "))
+  before, after = record["machine"]["load_average"][0], record["load_average_after"][0]
+  return (f"{isa}, {record['machine']['torch_threads']} threads, torch {record['machine']['torch']}, {record['machine']['date'][:10]}, "
+          f"load average {before:.1f} before and {after:.1f} after")
+
+
+def llama(file: str) -> str:
+  record = json.loads((ROOT / file).read_text(encoding="utf-8"))
+  text = (f"From [{file}]({file}): {machine(record)}; s = {record['s']:,}, {record['dtype']}, {record['rounds']} rounds in turns, "
+          "each in a process of its own.\n\n| attention | fastest step | median | peak memory above the model |\n|---|---|---|---|\n")
+  for row in record["rows"]:
+    text += (f"| {row['implementation']} | {row['seconds']:.2f} s | {row['median_seconds']:.2f} s | "
+             f"{row['peak_bytes_above_model'] / 2**20:,.0f} MiB |\n")
+  return text
+
+
+def sdpa(file: str) -> str:
+  record = json.loads((ROOT / file).read_text(encoding="utf-8"))
+  lengths = sorted({row["s"] for row in record["rows"]})
+  text = (f"From [{file}]({file}): {machine(record)}; fastest of turns. A number above 1: Tilewise is faster.\n\n"
+          "| torch's time over Tilewise's | mask | d | " + " | ".join(f"s = {s:,}" for s in lengths) + " |\n"
+          "|---|---|---|" + "---|" * len(lengths) + "\n")
+  groups = {}
+  for row in record["rows"]:
+    key = (row["dtype"], row["pass"].replace("+", " and "), "causal" if row["causal"] else "full", row["d"])
+    groups.setdefault(key, {})[row["s"]] = row["ratio"]
+  for (dtype, direction, mask, d), ratios in groups.items():
+    text += f"| {dtype}, {direction} | {mask} | {d} | " + " | ".join(f"{ratios[s]:.2f}" for s in lengths) + " |\n"
+  means = ", ".join(f"{g['dtype']} {g['pass'].replace('+', ' and ')} {g['geometric_mean']:.2f}" for g in record["summary"])
+  return text + f"\nGeometric means: {means}.\n"
+
+
 def rendered(text: str, tool: str | None) -> str:
   def part(match: re.Match) -> str:
     kind, _, arguments = match.group(2).partition(" ")
@@ -79,6 +116,10 @@ def rendered(text: str, tool: str | None) -> str:
       body = kernels(match.group(3), tool) if tool else match.group(3)
     elif kind == "numbers":
       body = numbers(arguments.split())
+    elif kind == "llama":
+      body = llama(arguments)
+    elif kind == "sdpa":
+      body = sdpa(arguments)
     else:
       sys.exit(f"readme: unknown part {kind}")
     return match.group(1) + body + match.group(4)

@@ -1,10 +1,9 @@
-"""What the Python benchmarks share: interleaved medians, the machine, JSON output."""
+"""What the Python benchmarks share: functions timed in turns, the machine, JSON output."""
 
 import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 
@@ -35,17 +34,19 @@ def machine():
 
 
 def interleaved(functions, seconds, least=5):
-    """Median seconds per call of each function; one call of each in turn, so that noise hits all alike."""
+    """Seconds of every call: {name: [..]}. The functions take turns, in alternating order, so that noise hits all alike."""
     for function in functions.values():
         function()
     times = {name: [] for name in functions}
+    order = list(functions.items())
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < least:
-        for name, function in functions.items():
+    while time.perf_counter() < end or len(times[order[0][0]]) < least:
+        for name, function in order:
             start = time.perf_counter()
             function()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}, len(next(iter(times.values())))
+        order.reverse()
+    return times
 
 
 def write(path, report):

@@ -1,10 +1,13 @@
 """A Llama-shaped model of transformers, forward and backward at s = 4096: peak memory and time with eager, sdpa, tilewise.
 
-Each implementation runs in a process of its own, so that the peak (VmHWM) is its own; the peak before the step (weights,
-the first small step) is subtracted. Time is the median of the timed steps.
+The implementations take turns over several rounds, in alternating order. Every turn is a process of its own: its peak
+(VmHWM) is its own, and what one leaves in the allocator is not the next one's. The peak is taken above the process as it is
+with the weights, their gradients and one small step done. `seconds` is the fastest step of all turns, `median_seconds` the
+median of the turns' fastest steps, `peak_bytes_above_model` the largest of the turns.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from common import machine, parser, write
 
 SHAPE = dict(vocab_size=1024, hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,
              num_key_value_heads=2, max_position_embeddings=8192)  # fmt: skip
+IMPLEMENTATIONS = ("eager", "sdpa", "tilewise")
 
 
 def memory(field):
@@ -21,7 +25,7 @@ def memory(field):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
 
 
-def one(implementation, s, steps):
+def turn(implementation, s, steps):
     import torch
     import transformers
 
@@ -47,31 +51,49 @@ def one(implementation, s, steps):
         loss = step(ids)
         times.append(time.perf_counter() - start)
         model.zero_grad(set_to_none=False)
-    print(json.dumps({"implementation": implementation, "seconds": statistics.median(times), "steps": steps, "loss": loss,
-                      "peak_bytes_above_model": memory("VmHWM") - before, "peak_bytes": memory("VmHWM")}))  # fmt: skip
+    print(json.dumps({"seconds": times, "loss": loss, "peak_bytes_above_model": memory("VmHWM") - before,
+                      "peak_bytes": memory("VmHWM"), "load_average": os.getloadavg()[0]}))  # fmt: skip
+
+
+def row(implementation, turns):
+    fastest = [min(t["seconds"]) for t in turns]
+    return {
+        "implementation": implementation, "seconds": min(fastest), "median_seconds": statistics.median(fastest),
+        "peak_bytes_above_model": max(t["peak_bytes_above_model"] for t in turns),
+        "peak_bytes": max(t["peak_bytes"] for t in turns), "loss": turns[0]["loss"], "turns": turns,
+    }  # fmt: skip
 
 
 def main():
     p = parser(__doc__.split("\n")[0], "python_llama_memory.json")
-    p.add_argument("--only", help="run one implementation in this process")
+    p.add_argument("--only", choices=IMPLEMENTATIONS, help="one turn of this implementation, in this process")
     p.add_argument("--s", type=int, default=4096)
-    p.add_argument("--steps", type=int, default=3)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
     arguments = p.parse_args()
     if arguments.quick:
-        arguments.s, arguments.steps = 256, 1
+        arguments.s, arguments.rounds, arguments.steps = 256, 1, 1
     if arguments.only:
-        return one(arguments.only, arguments.s, arguments.steps)
-    report = {"machine": machine(), "method": __doc__, "model": SHAPE, "dtype": "float32", "s": arguments.s, "rows": []}
-    for implementation in ("eager", "sdpa", "tilewise"):
-        command = [sys.executable, __file__, "--only", implementation, "--s", str(arguments.s), "--steps", str(arguments.steps)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-        row = json.loads(done.stdout.strip().split("\n")[-1])
-        report["rows"].append(row)
-        print("%-9s %.2f s, peak %.2f GiB above the model, loss %.6f" % (
-            implementation, row["seconds"], row["peak_bytes_above_model"] / 2**30, row["loss"]), flush=True)  # fmt: skip
+        return turn(arguments.only, arguments.s, arguments.steps)
+    report = {"machine": machine(), "method": __doc__, "model": SHAPE, "dtype": "float32", "s": arguments.s,
+              "rounds": arguments.rounds, "steps": arguments.steps}  # fmt: skip
+    turns = {name: [] for name in IMPLEMENTATIONS}
+    for n in range(arguments.rounds):
+        for name in IMPLEMENTATIONS if n % 2 == 0 else reversed(IMPLEMENTATIONS):
+            command = [sys.executable, __file__, "--only", name, "--s", str(arguments.s), "--steps", str(arguments.steps)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(done.stderr)
+            got = json.loads(done.stdout.strip().split("\n")[-1])
+            turns[name].append(got)
+            print("round %d %-9s %s s, peak %.2f GiB above the model, load %.1f" % (
+                n + 1, name, ", ".join("%.2f" % x for x in got["seconds"]), got["peak_bytes_above_model"] / 2**30,
+                got["load_average"]), flush=True)  # fmt: skip
+    report["rows"] = [row(name, turns[name]) for name in IMPLEMENTATIONS]
     report["load_average_after"] = machine()["load_average"]
+    for r in report["rows"]:
+        print("%-9s %.2f s (median %.2f), peak %.2f GiB above the model, loss %.6f" % (
+            r["implementation"], r["seconds"], r["median_seconds"], r["peak_bytes_above_model"] / 2**30, r["loss"]))  # fmt: skip
     if not arguments.quick:
         write(arguments.output, report)
 

@@ -1,9 +1,8 @@
-"""The package: what it imports, what it loads, which Pythons it serves, its documentation's examples."""
+"""The package: what it imports, what it loads, its documentation's examples. The wheel is in test_wheel.py."""
 
 import ctypes
 import doctest
 import glob
-import importlib.metadata
 import os
 import re
 import shutil
@@ -28,46 +27,6 @@ HEADER = os.path.join(os.path.dirname(os.path.dirname(HERE)), "include", "tilewi
 
 def run(code, *flags, env=None, python=sys.executable):
     return subprocess.run([python, *flags, "-c", code], env=dict(os.environ, **(env or {})), capture_output=True, text=True)
-
-
-def pythons():
-    """Every CPython from 3.9 to 3.13 that this machine has."""
-    found = {}
-    paths = [shutil.which("python3.%d" % n) for n in range(9, 14)]
-    paths += glob.glob(os.path.expanduser("~/.pyenv/versions/3.*/bin/python")) + [sys.executable]
-    for path in filter(None, paths):
-        answer = subprocess.run([path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True)
-        version = answer.stdout.strip()
-        if answer.returncode == 0 and re.fullmatch(r"3\.(9|1[0-3])", version):
-            found.setdefault(version, path)
-    return found
-
-
-def test_every_python(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "tilewise", ignore=shutil.ignore_patterns("__pycache__", "lib"))
-    (tmp_path / "tilewise" / "lib").mkdir()
-    shutil.copy(tilewise.library_path, tmp_path / "tilewise" / "lib" / "libtilewise.so")
-    code = (
-        "import sys; sys.path.insert(0, %r); import tilewise; assert 'torch' not in sys.modules and 'numpy' not in sys.modules; "
-        "p = tilewise.plan('fwd f32 b=1 hq=1 sq=8 d=16'); print(p.kernel); "
-        "s = tilewise.OnlineSoftmax(2); import tilewise.errors"
-    ) % str(tmp_path)
-    env = {k: v for k, v in os.environ.items() if k not in ("TILEWISE_LIBRARY", "PYTHONPATH")}
-    versions = pythons()
-    assert versions
-    for version, path in versions.items():
-        done = subprocess.run([path, "-I", "-c", code], env=env, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.strip(), (version, done.stderr)
-
-
-def test_wheel_tag():
-    try:
-        tags = importlib.metadata.distribution("tilewise").read_text("WHEEL")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("tilewise is not installed as a wheel here")
-    if tags is None or "editable" in tags:
-        pytest.skip("tilewise is not installed from a wheel")
-    assert re.search(r"^Tag: py3-none-(many)?linux", tags, re.M)
 
 
 def test_import_is_light():

@@ -211,3 +211,10 @@ def test_errors_are_what_they_say():
     assert re.match(r"softcap -1: must be finite and >= 0", str(caught.value))
     with pytest.raises(NotImplementedError):
         tilewise.attention(*qkv(), kernel="backward_scalar")
+
+
+def test_cuda_is_refused_with_a_reason():
+    """Built without CUDA, no GPU here, or the tensors are not on it: the text says which."""
+    q = torch.randn(1, 4, 2, 16)
+    with pytest.raises(tilewise.Unsupported, match="built without its kernels|no sm_80|the tensors are on the CPU"):
+        tilewise.attention(q, q, q, backend="cuda")

@@ -23,16 +23,19 @@ std::string why_not(const KernelRow& row, const tw_problem& problem) {
 // Walks the table; appends one line for each refusal.
 const KernelRow* choose(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows,
                         std::string* refusals) {
-  bool name_known = false;
+  bool name_known = false, any_on_backend = false;
   for (const KernelRow& row : rows) {
     if (!target.kernel.empty() && target.kernel != row.name) continue;
     name_known = true;
     if (target.kernel.empty() && !on_backend(row, problem, target)) continue;
+    any_on_backend = true;
     const std::string reason = why_not(row, problem);
     if (reason.empty()) return &row;
     if (row.pass == -1 || row.pass == problem.pass || !target.kernel.empty())
       *refusals += concat(row.name, ": ", reason, "\n");
   }
+  if (target.kernel.empty() && !any_on_backend)  // every library has CPU rows and the reference
+    *refusals += "backend \"cuda\": this library was built without its kernels; -DTILEWISE_CUDA=ON builds them\n";
   if (!name_known) *refusals += concat("kernel \"", target.kernel, "\": not in the table; `tilewise list` shows it\n");
   return nullptr;
 }
