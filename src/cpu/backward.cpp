@@ -96,7 +96,7 @@ struct Scratch {
 };
 
 struct Workspace {
-  float *q_rows, *q_panels, *do_rows, *do_panels, *lse, *lse_correction, *delta, *sink_rows;
+  float *q_rows, *q_panels, *do_rows, *do_panels, *lse, *delta, *sink_rows;
   float* dq;                       // [ranges, hk, packed_rows, d_columns]
   double* alibi;                   // [ranges + 1, b, hq]; the last slice holds their sum
   double* sink_sums;               // [hq]
@@ -114,7 +114,6 @@ struct Workspace {
     q_panels = arena.take<float>(p.num_heads_k * c.d_panels * c.packed_rows / c.keys_per_step * c.panel);
     do_panels = arena.take<float>(p.num_heads_k * c.dv_panels * c.packed_rows / c.keys_per_step * c.panel);
     lse = arena.take<float>(rows);
-    lse_correction = arena.take<float>(rows);
     delta = arena.take<float>(rows);
     sink_rows = arena.take<float>(has(p, TW_HAS_DSINK) ? rows : 0);
     dq = arena.take<float>(has(p, TW_HAS_DQ) ? c.ranges * rows * c.d_columns : 0);
@@ -265,7 +264,6 @@ class Backward {
   // lse in base 2 and delta; a row that sees no key (or pads a strip) gets lse = +inf, so that P = 0.
   void row_statistics(const HeadRows& rows, int64_t row, bool exists) {
     const int64_t slot = row_slot(rows, row);
-    space_.lse_correction[slot] = 0;
     if (!exists) {
       space_.lse[slot] = kInfinity;
       space_.delta[slot] = 0;
@@ -273,9 +271,6 @@ class Backward {
     }
     const float lse = *rows.lse_address(*t_.lse, row);
     space_.lse[slot] = lse == -kInfinity ? kInfinity : static_cast<float>(lse * kLog2E);
-    // exp(c) = 1 + c: c is below 5e-4 up to |lse| = 5,000. Beyond 1e-3 nothing is left to correct, lse itself is that coarse.
-    const double correction = (static_cast<double>(space_.lse[slot]) - lse * kLog2E) * kLn2;
-    if (std::fabs(correction) < 1e-3) space_.lse_correction[slot] = static_cast<float>(correction);
     const void *o = rows.address(*t_.o, row), *dout = rows.address(*t_.dout, row);
     float delta = 0;
     if (t_.o->dtype == t_.dout->dtype) {
@@ -419,7 +414,6 @@ class Backward {
         keep_of(probability, r, panel);
         probability.q = space_.q_rows + (slot + r) * cut_.steps_q;
         probability.lse = space_.lse + slot + r;
-        probability.lse_correction = space_.lse_correction + slot + r;
         probability.probability = s.probability + r * cut_.block_n + panel;
         probability.softcap_factor = s.factor + (p_.softcap > 0 ? r * cut_.block_n + panel : 0);
         probability.p = s.p + r / pairs * cut_.block_n + panel;

@@ -253,12 +253,10 @@ void probability_tile(const ProbabilityTile& t) {
   const V post = S::set1(t.post);
   unroll<MR>([&](auto r) TW_LAMBDA {
     const V lse = S::set1(t.lse[r]);
-    [[maybe_unused]] const V correction = S::kPairs ? S::zero() : S::set1(t.lse_correction[r]);
     unroll<NV>([&](auto j) TW_LAMBDA {
       const V x = S::kPairs ? S::sub(S::mul(acc[r][j], post), lse) : S::sub(acc[r][j], lse);
       // A probability is at most 1: where logits are so large that lse has lost their difference, overflow is excluded.
       V p = exp2<S>(S::min(S::zero(), x));
-      if constexpr (!S::kPairs) p = S::fma(p, correction, p);
       if constexpr (general)
         if (t.mark_masked) p = S::select_equal(acc[r][j], S::set1(-__builtin_inff()), S::set1(-0.0f), p);
       acc[r][j] = p;

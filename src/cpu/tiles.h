@@ -67,8 +67,6 @@ struct ForwardTile : LogitTile {
 // Backward: logits -> probabilities from the saved lse. Always kStrip rows.
 struct ProbabilityTile : LogitTile {
   const float* lse;        // [rows] in base 2; +inf gives 0
-  const float* lse_correction;  // [rows] P grows by this share: what lse lost by rounding. A second subtraction from the
-                                // exponent would round at its size again. Not used by pairs
   float* probability;      // [rows, ld] float32, before dropout
   float* softcap_factor;   // [rows, ld]: 1 - tanh^2, if softcap
   int64_t ld;
