@@ -33,18 +33,34 @@ def machine():
     }
 
 
+SETTLE = 0.01  # seconds
+
+
 def interleaved(functions, seconds, least=5):
-    """Seconds of every call: {name: [..]}. The functions take turns, in alternating order, so that noise hits all alike."""
+    """Seconds of every timed call: {name: [..]}.
+
+    The functions take turns, in alternating order, so that noise hits all alike. A turn begins with untimed calls for
+    SETTLE seconds: the threads of an OpenMP library spin for some milliseconds after their work, on the cores that
+    whoever comes next would need. Then follow timed calls for as long.
+    """
     for function in functions.values():
         function()
     times = {name: [] for name in functions}
     order = list(functions.items())
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[order[0][0]]) < least:
+    while time.perf_counter() < end or min(map(len, times.values())) < least:
         for name, function in order:
-            start = time.perf_counter()
-            function()
-            times[name].append(time.perf_counter() - start)
+            settled = time.perf_counter() + SETTLE
+            while time.perf_counter() < settled:
+                function()
+            turn = time.perf_counter() + SETTLE
+            while True:
+                start = time.perf_counter()
+                function()
+                stop = time.perf_counter()
+                times[name].append(stop - start)
+                if stop >= turn:
+                    break
         order.reverse()
     return times
 

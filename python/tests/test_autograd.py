@@ -48,6 +48,17 @@ def test_gradcheck_float32():
     )
 
 
+def test_gradcheck_float32_slopes_and_sinks():
+    q, k, v, slopes, sinks = leaves((1, 3, 2, 4), (1, 4, 1, 4), (1, 4, 1, 4), (2,), (2,))
+    for result in (0, 1):  # o, lse
+        assert torch.autograd.gradcheck(
+            lambda slopes, sinks: tilewise.attention(  # noqa: B023
+                q.detach(), k.detach(), v.detach(), alibi_slopes=slopes, sinks=sinks, return_lse=True
+            )[result],  # noqa: B023
+            (slopes, sinks), eps=1e-2, atol=2e-3, rtol=2e-2,
+        )  # fmt: skip
+
+
 def test_gradients_only_where_asked():
     q, k, v = leaves(*QKV)
     for wanted in ((q,), (k,), (v,), (q, v), (k, v)):
@@ -251,3 +262,17 @@ def test_func_refuses_by_name():
         ours(torch.autograd.forward_ad.make_dual(q, q), k, v)
     with pytest.raises(tilewise.Unsupported, match="dropout"):
         torch.vmap(lambda q: tilewise.attention(q, k, v, dropout_p=0.1), randomness="different")(q[None])
+
+
+def test_func_refuses_other_functions_by_name():
+    x, o, lse = torch.randn(2, 3, 5), torch.randn(2, 1, 4, 2, 8), torch.randn(2, 1, 2, 4)
+    cache = torch.randn(2, 1, 8, 2, 8)
+    calls = {
+        "softmax": lambda: torch.vmap(tilewise.softmax)(x),
+        "merge_states": lambda: torch.vmap(tilewise.merge_states)(o, lse, o, lse),
+        "attention_with_kvcache": lambda: torch.vmap(lambda q, k: tilewise.attention_with_kvcache(q, k, k, cache_seqlens=4))(o, cache),
+        "attention_backward": lambda: torch.vmap(lambda q, lse: tilewise.attention_backward(q, q, q, q, q, lse))(o, lse),
+    }
+    for name, call in calls.items():
+        with pytest.raises(tilewise.Unsupported, match="tilewise.%s is not available under torch.func" % name):
+            call()

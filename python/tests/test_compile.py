@@ -166,3 +166,24 @@ def test_what_tracing_cannot_do_is_refused():
         for options in ({"return_max_logit": True}, {"kernel": "reference"}, {"num_threads": 1}):
             with pytest.raises(tilewise.Unsupported, match="not available under torch.compile"):
                 tilewise.attention(*fake, **options)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_softmax_and_merge(dynamic):
+    def run(x, o, lse):
+        y, z = tilewise.softmax(x.sin(), return_lse=True)
+        merged, merged_lse = tilewise.merge_states(o, lse, o.cos(), lse + 1)
+        return y.square().sum() + z.sum() + merged.square().sum() + merged_lse.sum()
+
+    tensors = [torch.randn(shape, requires_grad=True) for shape in ((3, 5), (1, 4, 2, 8), (1, 2, 4))]
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), run(*tensors))
+    got, want = (torch.autograd.grad(f(*tensors), tensors) for f in (compiled, run))
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y)
+
+
+def test_opcheck_softmax_and_merge():
+    torch.library.opcheck(torch.ops.tilewise.softmax, (torch.randn(3, 5, requires_grad=True), 0))
+    state = [torch.randn(shape, requires_grad=True) for shape in ((1, 4, 2, 8), (1, 2, 4)) * 2]
+    torch.library.opcheck(torch.ops.tilewise.merge_states, tuple(state))

@@ -210,6 +210,12 @@ def special(*tensors):
     return tensors[0].is_meta
 
 
+def refuse_transforms(name):
+    """For functions without a rule for torch.func: refuses them by name under a transform."""
+    if not _is_compiling() and (_transforms_active() or _forward_ad._current_level >= 0):
+        raise Unsupported("tilewise.%s is not available under torch.func transforms and forward-mode derivatives" % name)
+
+
 def autocast(q, k, v):
     device = "cpu" if q.is_cpu else q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -365,6 +371,7 @@ def _length(value, name):
 
 def attention_with_kvcache(q, k_cache, v_cache, k_new=None, v_new=None, **options):
     """`tilewise.attention_with_kvcache` for torch tensors."""
+    refuse_transforms("attention_with_kvcache")
     if torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k_cache, v_cache, k_new, v_new)
     ):
@@ -385,6 +392,7 @@ def _threads():
 
 def attention_backward(dout, q, k, v, o, lse, **options):
     """`tilewise.attention_backward` for torch tensors."""
+    refuse_transforms("attention_backward")
     options["num_threads"] = options.get("num_threads", 0) or _threads()
     with torch.no_grad():
         return _frontend.attention_backward(dout, q, k, v, o, lse, **options)

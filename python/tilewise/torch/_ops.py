@@ -4,6 +4,8 @@
   tilewise::backward   (dq, dk, dv, dbias, dalibi, dsink), each empty where not wanted
   tilewise::kvcache    (o, lse), appends to k_cache and v_cache in place
 
+Those of softmax and merge_states are in `_softmax`.
+
 Outputs have one layout everywhere, contiguous o [b, sq, hq, dv] or [total_q, hq, dv] and contiguous lse, and the fakes
 say so.
 """
@@ -25,13 +27,13 @@ _OPTIONS = (
 )
 NUM_OPTIONS = 14
 
-_library = torch.library.Library("tilewise", "DEF")
-_library.define("forward(Tensor q, Tensor k, Tensor v, %s, %s) -> (Tensor, Tensor)" % (_TENSORS, _OPTIONS))
-_library.define(
+library = torch.library.Library("tilewise", "DEF")
+library.define("forward(Tensor q, Tensor k, Tensor v, %s, %s) -> (Tensor, Tensor)" % (_TENSORS, _OPTIONS))
+library.define(
     "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, %s, bool[] wanted, %s) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)" % (_TENSORS, _OPTIONS)
 )
-_library.define(
+library.define(
     "kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k_new, Tensor? v_new, Tensor? cache_seqlens, "
     "Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? rotary_cos, Tensor? rotary_sin, "
     "Tensor? rotary_seqlens, Tensor? cu_seqlens_q, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
@@ -73,8 +75,8 @@ def _forward_fake(q, k, v, bias, alibi_slopes, sinks, cu_seqlens_q, *rest):
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("forward", _forward, _key)
-torch.library.register_fake("tilewise::forward", _forward_fake, lib=_library)
+    library.impl("forward", _forward, _key)
+torch.library.register_fake("tilewise::forward", _forward_fake, lib=library)
 
 
 # ---- backward ----
@@ -101,8 +103,8 @@ def _backward_fake(dout, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("backward", _backward, _key)
-torch.library.register_fake("tilewise::backward", _backward_fake, lib=_library)
+    library.impl("backward", _backward, _key)
+torch.library.register_fake("tilewise::backward", _backward_fake, lib=library)
 
 
 def setup_context(ctx, inputs, output):
@@ -129,7 +131,7 @@ def backward_formula(ctx, dout, dlse, backward=None):
     return tuple(g if want else None for g, want in zip(grads, wanted)) + nothing[6:]
 
 
-torch.library.register_autograd("tilewise::forward", backward_formula, setup_context=setup_context, lib=_library)
+torch.library.register_autograd("tilewise::forward", backward_formula, setup_context=setup_context, lib=library)
 
 
 def _refuse_second_derivatives(ctx, *_):
@@ -137,7 +139,7 @@ def _refuse_second_derivatives(ctx, *_):
 
 
 torch.library.register_autograd(
-    "tilewise::backward", _refuse_second_derivatives, setup_context=lambda ctx, inputs, output: None, lib=_library
+    "tilewise::backward", _refuse_second_derivatives, setup_context=lambda ctx, inputs, output: None, lib=library
 )
 
 
@@ -166,8 +168,8 @@ def _kvcache_fake(q, k_cache, v_cache, k_new, v_new, cache_seqlens, page_table, 
 
 
 for _key in ("CPU", "CUDA"):
-    _library.impl("kvcache", _kvcache, _key)
-torch.library.register_fake("tilewise::kvcache", _kvcache_fake, lib=_library)
+    library.impl("kvcache", _kvcache, _key)
+torch.library.register_fake("tilewise::kvcache", _kvcache_fake, lib=library)
 
 
 # ---- what `_attention` calls ----
