@@ -78,7 +78,8 @@ def machine(record: dict) -> str:
   lines = record["machine"]["cpu"].splitlines()
   isa = next(line.split()[-1] for line in lines if line.startswith("cpu "))
   before, after = record["machine"]["load_average"][0], record["load_average_after"][0]
-  return (f"{isa}, {record['machine']['torch_threads']} threads, torch {record['machine']['torch']}, {record['machine']['date'][:10]}, "
+  threads = record["machine"]["torch_threads"]
+  return (f"{isa}, {threads} thread{'s' if threads > 1 else ''}, torch {record['machine']['torch']}, {record['machine']['date'][:10]}, "
           f"load average {before:.1f} before and {after:.1f} after")
 
 
