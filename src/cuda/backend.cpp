@@ -3,11 +3,17 @@
 #include "cuda/backward.h"
 #include "cuda/device.h"
 #include "cuda/forward.h"
+#if defined(TILEWISE_SM90)
+#include "cuda/forward_sm90_backend.h"
+#endif
 
 namespace tilewise {
 
 std::span<const KernelRow> cuda_kernels() {
   static const KernelRow rows[] = {
+#if defined(TILEWISE_SM90)
+      cuda::forward_sm90_row(),
+#endif
       {"forward_sm80", TW_BACKEND_CUDA, TW_FORWARD, "sm_80",
        "f16 and bf16, head dims up to 256, every mask and option, dense, packed and paged, split keys",
        [] { return cuda::any_device_from(80); }, cuda::refuse_forward_sm80, cuda::plan_forward_sm80,

@@ -30,11 +30,8 @@ constexpr BackwardKernels make_kernels() {
 }
 
 constexpr BackwardKernels kBackwardKernels[] = {
-#define TW_FORWARD_SM80(E, D)
 #define TW_BACKWARD_SM80(E, D) make_kernels<Element::E, D, BackwardKind::kPlain, BackwardKind::kDropout, BackwardKind::kGeneral>(),
 #include "cuda/kernels.def"
-#undef TW_FORWARD_SM80
-#undef TW_BACKWARD_SM80
 };
 
 const BackwardKernels* find_kernels(const tw_problem& p) {

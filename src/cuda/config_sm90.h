@@ -12,10 +12,16 @@ enum class RowSum : int {
   kOnesColumn,  // eight columns of ones behind V: sums of the rounded P, right for o, too coarse for lse (2^-8 on few keys)
 };
 
+enum class ScoreKind : int {
+  kPlain,    // scale, windows, sinks
+  kGeneral,  // also softcap, ALiBi, max_logit, and a negative scale where Q is not in registers
+};
+
 enum class Sm90Shape : int {
   kD64,        // long sequences
   kD64Short,   // more rows a block and smaller key tiles: less waste at the ends
   kD64Causal,  // the same without turns: warpgroups have different numbers of tiles, and would wait for each other
+  kD64General, // ScoreKind::kGeneral: its registers
   kD128,
   kD128Short,  // the same, with half the keys a tile: less of a causal tile is masked
   kD256,
@@ -23,7 +29,9 @@ enum class Sm90Shape : int {
 
 struct ForwardSm90Config {
   Element element;
+  Sm90Shape shape;
   RowSum row_sum;
+  ScoreKind score;
   int head_dim;         // of q, k and v, rounded up; columns beyond the real ones are zeros
   int consumers;        // warpgroups, 64 query rows each
   int block_n;          // keys
@@ -36,6 +44,7 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int block_m() const { return 64 * consumers; }
   TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }  // of 64 columns, 128 bytes a row
   TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (consumers + 1); }
+  TW_HOST_DEVICE constexpr bool general() const { return score == ScoreKind::kGeneral; }
   TW_HOST_DEVICE constexpr bool ones() const { return row_sum == RowSum::kOnesColumn; }
   TW_HOST_DEVICE constexpr int pv_columns() const { return head_dim + (ones() ? 8 : 0); }
 
@@ -70,7 +79,16 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int work_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   // Does a causal mask leave whole key tiles of the block to its lower warpgroups alone?
   TW_HOST_DEVICE constexpr bool skips() const { return block_m() - 64 >= block_n; }
-  TW_HOST_DEVICE constexpr int shared_bytes() const { return work_offset() + (kWorkSlots + consumers) * 32; }
+  TW_HOST_DEVICE constexpr int again_offset() const { return work_offset() + (kWorkSlots + consumers) * 32; }
+  TW_HOST_DEVICE constexpr int shared_bytes() const { return again_offset() + consumers * 16; }
+
+  // Which combinations are compiled. A float16 P that overflows is seen in time only by a float32 sum, and at d 256 a column
+  // of ones gains nothing. Options have one shape a head dimension.
+  TW_HOST_DEVICE constexpr bool exists() const {
+    if (shape == Sm90Shape::kD64General && !general()) return false;
+    if (general() && shape != Sm90Shape::kD64General && shape != Sm90Shape::kD128Short && shape != Sm90Shape::kD256) return false;
+    return !ones() || (element == Element::kBfloat16 && head_dim <= 128 && !general());
+  }
 
   TW_HOST_DEVICE constexpr bool valid() const {
     return head_dim % 64 == 0 && block_n % 64 == 0 && shared_bytes() <= 227 * 1024 && head_dim % o_columns == 0 &&
@@ -78,14 +96,15 @@ struct ForwardSm90Config {
   }
 };
 
-TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, Sm90Shape shape, RowSum row_sum) {
+TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, Sm90Shape shape, RowSum row_sum, ScoreKind score) {
   switch (shape) {
-    case Sm90Shape::kD64: return {element, row_sum, 64, 3, 128, 3, 2, false, true, 64};
-        case Sm90Shape::kD64Short: return {element, row_sum, 64, 4, 64, 6, 2, false, true, 64};
-    case Sm90Shape::kD64Causal: return {element, row_sum, 64, 4, 64, 6, 2, false, false, 64};
-    case Sm90Shape::kD128: return {element, row_sum, 128, 2, 128, 2, 1, true, true, 128};
-    case Sm90Shape::kD128Short: return {element, row_sum, 128, 2, 64, 4, 1, true, true, 128};
-    default: return {element, row_sum, 256, 2, 64, 2, 1, false, true, 128};
+    case Sm90Shape::kD64: return {element, shape, row_sum, score, 64, 3, 128, 3, 2, false, true, 64};
+    case Sm90Shape::kD64Short: return {element, shape, row_sum, score, 64, 4, 64, 6, 2, false, true, 64};
+    case Sm90Shape::kD64Causal: return {element, shape, row_sum, score, 64, 4, 64, 6, 2, false, false, 64};
+    case Sm90Shape::kD64General: return {element, shape, row_sum, score, 64, 3, 64, 6, 2, false, true, 64};
+    case Sm90Shape::kD128: return {element, shape, row_sum, score, 128, 2, 128, 2, 1, true, true, 128};
+    case Sm90Shape::kD128Short: return {element, shape, row_sum, score, 128, 2, 64, 4, 1, true, true, 128};
+    default: return {element, shape, row_sum, score, 256, 2, 64, 2, 1, false, true, 128};
   }
 }
 

@@ -31,10 +31,7 @@ constexpr ForwardKernels make_kernels() {
 constexpr ForwardKernels kForwardKernels[] = {
 #define TW_FORWARD_SM80(E, D) \
   make_kernels<Element::E, D, ForwardKind::kPlain, ForwardKind::kDropout, ForwardKind::kGeneral, ForwardKind::kFewRows>(),
-#define TW_BACKWARD_SM80(E, D)
 #include "cuda/kernels.def"
-#undef TW_FORWARD_SM80
-#undef TW_BACKWARD_SM80
 };
 
 const ForwardKernels* find_kernels(const tw_problem& p) {

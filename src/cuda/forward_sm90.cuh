@@ -10,7 +10,7 @@
 //
 // and in the first step of a tile, the previous tile's O is finished and goes out. The consumers take turns at issuing
 // (ping-pong), so that one computes exponentials while the tensor cores work for the other. docs/kernels/forward_sm90.md
-// has the timeline, tile/softmax_sm90.cuh the softmax, forward_sm90_redo.cuh what happens to rows that it cannot do.
+// has the timeline, tile/softmax_sm90.cuh the softmax, tile/exact_rows.cuh what happens to rows that it cannot do.
 #pragma once
 #include "cuda/config_sm90.h"
 #include "cuda/params_sm90.h"
@@ -19,20 +19,13 @@
 #include "cuda/ptx/sm90.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/exact_rows.cuh"
 #include "cuda/tile/panel_sm90.cuh"
 #include "cuda/tile/softmax_sm90.cuh"
 #include "cuda/tile/work_sm90.cuh"
 
 namespace tilewise::cuda {
-
-template <Element E>
-struct Sm90Element {
-  using Type = ptx::bfloat16;
-};
-template <>
-struct Sm90Element<Element::kFloat16> {
-  using Type = ptx::float16;
-};
 
 // Addresses in shared memory.
 template <ForwardSm90Config C>
@@ -70,6 +63,10 @@ struct SharedSm90 {
   // Where a consumer's staged columns of O go; box.at[1] < 0: there is no more.
   __device__ __forceinline__ ptx::BoxOrigin* o_box(unsigned char* shared, int consumer) const {
     return reinterpret_cast<ptx::BoxOrigin*>(shared + C.work_offset() + (C.kWorkSlots + consumer) * 32);
+  }
+  // First of a warp's list of rows to be computed again, -1: none.
+  __device__ __forceinline__ int* again(unsigned char* shared, int consumer, int warp) const {
+    return reinterpret_cast<int*>(shared + C.again_offset()) + consumer * 4 + warp;
   }
 };
 
@@ -131,7 +128,9 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p,
     const Work& work = *shared.work(memory, tile);
     if (work.first_row < 0) break;
     const KeyTiles tiles = key_tiles<C.block_m(), C.block_n>(p, work);
-    const int head = work.head / group, batch = p.forward.sequence.packed_k ? 0 : work.batch;
+    const IndexVector& cache_row = p.forward.sequence.cache_batch_idx;
+    const int head = work.head / group;
+    const int batch = p.forward.sequence.packed_k ? 0 : cache_row ? cache_row.at(work.batch) : work.batch;
     const int take_next_at = min(tiles.count, p.order.lead);
     int row = work.k_begin + tiles.top;
     for (int n = tiles.count; n > 0; --n) {
@@ -172,13 +171,14 @@ __device__ __forceinline__ void store_output(const ForwardSm90Params& p, SharedS
     ptx::mbarrier_arrive(shared.o_empty(consumer));
   }
   ptx::tma_store_wait_all();  // shared memory lives until the block ends
+  ptx::mbarrier_arrive(shared.o_empty(consumer));
 }
 
 // ---- consumer -------------------------------------------------------------------------------------------------------
 
 template <ForwardSm90Config C>
 struct ConsumerSm90 {
-  using T = typename Sm90Element<C.element>::Type;
+  using T = typename ElementType<C.element>::Type;
   using Range = SoftmaxRange<C.element>;
   static constexpr int kS = C.block_n / 2;       // registers of S, of P twice as dense, of O
   static constexpr int kP = C.block_n / 4;
@@ -224,8 +224,11 @@ struct ConsumerSm90 {
   __device__ __forceinline__ int top_key(const Work& w, int skip) const {
     return key_tiles<C.block_m(), C.block_n>(p, w).top - skip * C.block_n;
   }
-  __device__ __forceinline__ int skipped(int count) const {  // of `count` key tiles
-    return C.skips() && p.causal ? min(count - 1, (C.block_m() - 64 * (consumer + 1)) / C.block_n) : 0;
+  // Whole key tiles beyond the ends of all of this consumer's rows.
+  __device__ __forceinline__ int skipped(const Work& w, const KeyTiles& tiles) const {
+    if (!C.skips() || p.window_right < 0) return 0;
+    const int end = w.first_row + w.seqlen_k - w.seqlen_q + p.window_right + 64 * (consumer + 1);
+    return min(tiles.count - 1, max(0, tiles.top - end) / C.block_n);
   }
 
   __device__ __forceinline__ bool next_tile() {
@@ -248,7 +251,7 @@ struct ConsumerSm90 {
       q.advance();
     }
     const KeyTiles tiles = key_tiles<C.block_m(), C.block_n>(p, w);
-    const int skip = skipped(tiles.count);
+    const int skip = skipped(w, tiles);
     steps = tiles.count - skip;
     int low = 0;  // first key that all rows see
     if (p.window_left >= 0) low = max(0, w.first_row + consumer * 64 + 63 + w.seqlen_k - w.seqlen_q - p.window_left);
@@ -324,7 +327,7 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int last = w.seqlen_k - 1, first = 0;
-      if (p.causal) last = min(last, row_of_tile(half) + offset);
+      if (p.window_right >= 0) last = min(last, row_of_tile(half) + offset + p.window_right);
       if (p.window_left >= 0) first = max(first, row_of_tile(half) + offset - p.window_left);
       last -= shift, first -= shift;
 #pragma unroll
@@ -340,12 +343,46 @@ struct ConsumerSm90 {
     const int top = top_key(w, next_skip_v);
     if (unmasked_steps == 0)
       mask<true, true>(s, w, top - C.block_n);
-    else if (p.causal || top > w.seqlen_k)
+    else if (p.window_right >= 0 || top > w.seqlen_k)
       mask<true, false>(s, w, top - C.block_n);
   }
   __device__ __forceinline__ void mask_lower(float (&s)[kS], int n) const {
     const Work& w = work(tile - 1);
     mask<false, true>(s, w, top_key(w, next_skip_v) - (n + 1) * C.block_n);
+  }
+
+  // ScoreKind::kGeneral: from q . k to logits in natural units; before the mask, which -inf would not survive.
+  __device__ __forceinline__ void options(float (&s)[kS], int n) const {
+    if constexpr (C.general()) {
+      const ScoreParams& score = p.forward.score;
+      if (score.softcap > 0) {
+        const float inner = score.scale / score.softcap * (2 * kLog2E), outer = -2.f * score.softcap;
+#pragma unroll
+        for (int x = 0; x < kS; ++x)  // score.cuh's tanh_of, times softcap
+          s[x] = fmaf(outer, ptx::reciprocal_approx(ptx::exp2_approx(s[x] * inner) + 1.f), score.softcap);
+      } else {
+#pragma unroll
+        for (int x = 0; x < kS; ++x) s[x] *= score.scale;
+      }
+      if (score.alibi) {
+        const Work& w = work(tile - 1);
+        const float slope = score.alibi[w.batch * score.alibi_batch + w.head * score.alibi_head];
+        const int first_key = top_key(w, next_skip_v) - (n + 1) * C.block_n + 2 * (lane & 3);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float distance = static_cast<float>(w.first_row + row_of_tile(half) + w.seqlen_k - w.seqlen_q - first_key);
+#pragma unroll
+          for (int x = 0; x < kS / 4; ++x)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) s[4 * x + 2 * half + e] -= slope * fabsf(distance - static_cast<float>(8 * x + e));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void note_maximum(const float (&s)[kS]) {
+    if constexpr (C.general())
+#pragma unroll
+      for (int half = 0; half < 2; ++half) rows.maximum[half] = fmaxf(rows.maximum[half], row_max(s, half));
   }
 
   __device__ __forceinline__ void pack(const float (&s)[kS]) {
@@ -380,7 +417,9 @@ struct ConsumerSm90 {
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
+    options(s, n);
     if constexpr (kMasked) mask_lower(s, n);
+    note_maximum(s);
     weights(s, sum);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
@@ -413,8 +452,10 @@ struct ConsumerSm90 {
     release(shared.k_empty(k.stage));
     k.advance();
     const RowStatistics done = rows;
+    options(s, 0);
     mask_first(s);
     start_rows<C.element>(rows, s, p.scale_log2);
+    note_maximum(s);
     weights(s, sum);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
@@ -439,8 +480,10 @@ struct ConsumerSm90 {
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
+    options(s, 0);
     mask_first(s);
     start_rows<C.element>(rows, s, p.scale_log2);
+    note_maximum(s);
     weights(s, sum);
     if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
     pack(s);
@@ -461,33 +504,44 @@ struct ConsumerSm90 {
     store_second_half(tile - 1);
   }
 
-  // o = O / sum, lse; marks rows to be computed again.
+  // o = O / sum, lse; notes rows to be computed again.
   __device__ __forceinline__ void finish(const Work& done, const RowStatistics& statistics) {
     const int first = done.first_row + consumer * 64;
-    if (first >= done.capacity_q) {  // block_m reaches past the end
-      mark(done, first, false);
-      return;
-    }
+    if (first >= done.capacity_q) return;  // block_m reaches past the end
+    const ForwardParams& f = p.forward;
     float inverse[2];
     again = false;
     bool check = p.check;
+    float maximum = kMinusInf;
+    const float sink = f.score.sink ? f.score.sink[done.head * f.score.sink_head] * kLog2E : kMinusInf;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = kSum ? ptx::quad_sum(statistics.sum[half]) : o[kO - 4 + 2 * half];
+      const float weight = kSum ? ptx::quad_sum(statistics.sum[half]) : o[kO - 4 + 2 * half];
       const int i = first + warp * 16 + half * 8 + (lane >> 2);
-      const int last_key = p.causal ? min(done.seqlen_k - 1, i + done.seqlen_k - done.seqlen_q) : done.seqlen_k - 1;
-      const int first_key = p.window_left < 0 ? 0 : max(0, i + done.seqlen_k - done.seqlen_q - p.window_left);
-      const bool sees = i < done.seqlen_q && last_key >= first_key;
+      const int diagonal = i + done.seqlen_k - done.seqlen_q;
+      const int last_key = p.window_right < 0 ? done.seqlen_k - 1 : min(done.seqlen_k - 1, diagonal + p.window_right);
+      const int first_key = p.window_left < 0 ? 0 : max(0, diagonal - p.window_left);
+      const bool used = i < done.seqlen_q, sees = used && last_key >= first_key;
+      const float sum = weight + ptx::exp2_approx(sink - statistics.reference[half]);
       // The first tile's maximum is in the sum, so in float32 it is never small unless something went wrong.
-      again |= sees && !(sum > 0x1p-60f && sum < 0x1p127f);
+      if (C.general() && used) maximum = fmaxf(maximum, statistics.maximum[half]);
+      again |= sees && !(weight > 0x1p-60f && sum < 0x1p127f);
       // |O| <= sum max |V| cannot overflow while the sum is below 1, nor in float16, whose V end at 2^16.
-      check |= C.element == Element::kBfloat16 && sum >= 1.f;
+      check |= C.element == Element::kBfloat16 && weight >= 1.f;
       inverse[half] = sees ? ptx::reciprocal_approx(sum) : 0.f;
-      if (p.forward.lse && (lane & 3) == 0 && i < done.capacity_q) {
+      if (f.lse && (lane & 3) == 0 && i < done.capacity_q) {
         const float lse = (statistics.reference[half] + ptx::log2_approx(sum)) * kLn2;
-        float* const out = p.forward.lse.data + done.head * p.forward.lse.head +
-                           (p.forward.sequence.packed_q ? done.q_begin * p.forward.lse.row : done.batch * p.forward.lse.batch);
-        out[i * p.forward.lse.row] = sees ? lse : kMinusInf;
+        float* const out = f.lse.data + done.head * f.lse.head +
+                           (f.sequence.packed_q ? done.q_begin * f.lse.row : done.batch * f.lse.batch);
+        out[i * f.lse.row] = sees ? lse : used ? sink * kLn2 : kMinusInf;
+      }
+    }
+    if constexpr (C.general()) {
+      if (f.max_logit) {  // one atomic a warp
+#pragma unroll
+        for (int n = 1; n < 32; n *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, n));
+        if (lane == 0 && maximum != kMinusInf)
+          ptx::atomic_max(f.max_logit + done.batch * f.max_logit_batch + done.head * f.max_logit_head, maximum);
       }
     }
 #pragma unroll
@@ -514,7 +568,7 @@ struct ConsumerSm90 {
       unstored = !(p.forward.sequence.packed_q && first + 64 > done.capacity_q);
       if (unstored) return;
     }
-    mark(done, first, __any_sync(0xffffffffu, again));
+    note_again(done, first, __any_sync(0xffffffffu, again));
   }
 
   // A step later, when the copy engine has read the first half: nobody waits for that.
@@ -525,14 +579,39 @@ struct ConsumerSm90 {
       const Work& done = work(n);
       const int first = done.first_row + consumer * 64;
       again |= ptx::has_nonfinite<T>(store_box_of<1, true>(done, first));
-      mark(done, first, __any_sync(0xffffffffu, again));
+      note_again(done, first, __any_sync(0xffffffffu, again));
     }
   }
 
-  __device__ __forceinline__ void mark(const Work& done, int first, bool again) const {
-    if (lane != 0) return;
+  // A warp's rows to be computed again form a list through memory: one link for 16 rows, written only if they need it.
+  __device__ __forceinline__ void note_again(const Work& done, int first, bool again) const {
+    if (!again || lane != 0) return;
     const int head = done.batch * p.forward.sequence.num_heads_q + done.head;
-    p.redo[static_cast<int64_t>(head) * p.redo_stride + first / 16 + warp] = again;
+    const int rows16 = head * p.again_stride + first / 16 + warp;
+    int* const list = shared.again(memory, consumer, warp);
+    p.again[rows16] = *list;
+    *list = rows16;
+  }
+  __device__ __forceinline__ void compute_again() const {
+    int rows16 = *shared.again(memory, consumer, warp);
+#pragma unroll 1
+    while (rows16 >= 0) {
+      ExactRows<T, C.head_dim, C.general()>(p.forward, rows16 / p.again_stride, rows16 % p.again_stride * 16).run();
+      rows16 = __shfl_sync(0xffffffffu, lane == 0 ? p.again[rows16] : 0, 0);
+    }
+  }
+
+  // Packed rows that no sequence owns: zeros, lse -inf. By all consumers of all blocks.
+  __device__ __forceinline__ void zero_unowned_rows() const {
+    const ForwardParams& f = p.forward;
+    const int64_t begin = f.sequence.cu_seqlens_q.at(f.sequence.batch), heads = f.sequence.num_heads_q;
+    const int64_t first = (static_cast<int64_t>(blockIdx.x) * C.consumers + consumer) * 4 + warp;
+    for (int64_t n = first; n < (f.sequence.total_q - begin) * heads; n += gridDim.x * C.consumers * 4) {
+      const int64_t row = begin + n / heads, head = n % heads;
+      T* const out = static_cast<T*>(f.o.data) + row * f.o.row + head * f.o.head;
+      for (int column = 8 * lane; column < f.head_dim_v; column += 256) *reinterpret_cast<uint4*>(out + column) = {0, 0, 0, 0};
+      if (f.lse && lane == 0) f.lse.data[head * f.lse.head + row * f.lse.row] = kMinusInf;
+    }
   }
 
   // Both return the largest magnitudes that they stored (if kCheck).
@@ -616,23 +695,28 @@ struct ConsumerSm90 {
       }
       last_step();
     }
-    if constexpr (C.store_warps()) {  // that was the last
+    // All of O is on its way; what is written below must come after it.
+    if constexpr (C.store_warps()) {
       ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
-      if (threadIdx.x % 128 == 0) shared.o_box(memory, consumer)->at[1] = -1;
+      if (threadIdx.x % 128 == 0) shared.o_box(memory, consumer)->at[1] = -1;  // that was the last
       __syncwarp();
       release(shared.o_full(consumer));
-    } else if (threadIdx.x % 128 == 0) {
-      ptx::tma_store_wait_all();
+      if (*shared.again(memory, consumer, warp) >= 0) ptx::mbarrier_wait(shared.o_empty(consumer), o_parity ^ 1);
+    } else {
+      if (threadIdx.x % 128 == 0) ptx::tma_store_wait_all();
+      ptx::barrier_sync(5 + consumer, 128);
     }
+    compute_again();
+    if (p.forward.sequence.packed_q) zero_unowned_rows();
   }
 };
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-template <Element kElement, Sm90Shape kShape, RowSum kRowSum>
-__global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum).num_threads(), 1)
+template <Element kElement, Sm90Shape kShape, RowSum kRowSum, ScoreKind kScore>
+__global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum, kScore).num_threads(), 1)
     forward_sm90_kernel(const __grid_constant__ ForwardSm90Params p) {
-  constexpr ForwardSm90Config C = forward_sm90_config(kElement, kShape, kRowSum);
+  constexpr ForwardSm90Config C = forward_sm90_config(kElement, kShape, kRowSum, kScore);
   static_assert(C.valid());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedSm90<C> shared{ptx::shared_address(memory)};
@@ -661,10 +745,11 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum)
     }
     for (int n = 0; n < C.kWorkSlots; ++n) ptx::mbarrier_init(shared.work_full(n), 1);
     ptx::mbarrier_init(shared.take_next(), 1);
+    for (int n = 0; n < 4 * C.consumers; ++n) *shared.again(memory, 0, n) = -1;
     ptx::mbarrier_init_fence();
   }
   if constexpr (C.ones()) {
-    const uint32_t one = ptx::pack<typename Sm90Element<kElement>::Type>(1.f, 1.f);
+    const uint32_t one = ptx::pack<typename ElementType<kElement>::Type>(1.f, 1.f);
     for (int stage = 0; stage < (C.panels() > 1 ? C.stages : 1); ++stage)
       for (int n = threadIdx.x; n < C.ones_bytes() / 4; n += C.num_threads())
         ptx::store_shared(shared.ones(stage) + 4 * n, one);

@@ -8,64 +8,61 @@
 #include "cuda/device.h"
 #include "cuda/fill_params.h"
 #include "cuda/forward.h"
-#include "cuda/launch_sm90.h"
+#include "cuda/launch.h"
+#include "cuda/params_sm90.h"
 #include "cuda/tensor_map.h"
 
 namespace tilewise::cuda {
 namespace {
 
-struct Sm90Kernels {
+struct Sm90Kernels {  // what one line of kernels.def compiles
   Element element;
-  Sm90Shape shape;
-  RowSum row_sum;
-  ForwardSm90Config config;
-  int (*launch)(const ForwardSm90Params&, int, void*);
+  int head_dim;
+  int (*launch)(const ForwardSm90Config&, const ForwardSm90Params&, int, void*);
 };
 
 constexpr Sm90Kernels kKernels[] = {
-#define TW_ROW(E, S, R)                                                                     \
-  {Element::E, Sm90Shape::S, RowSum::R, forward_sm90_config(Element::E, Sm90Shape::S, RowSum::R), \
-   launch_forward_sm90<Element::E, Sm90Shape::S, RowSum::R>},
-    TW_FORWARD_SM90_ROWS(TW_ROW)
-#undef TW_ROW
+#define TW_FORWARD_SM90(E, D) {Element::E, D, launch_forward_sm90<Element::E, D>},
+#include "cuda/kernels.def"
 };
 
-int launch_redo(const ForwardSm90Config& config, const ForwardSm90Params& params, int num_blocks, void* stream) {
-  const auto launch = [&]<Element E>() {
-    switch (config.head_dim) {
-      case 64: return launch_forward_sm90_redo<E, 64>(params, num_blocks, stream);
-      case 128: return launch_forward_sm90_redo<E, 128>(params, num_blocks, stream);
-      default: return launch_forward_sm90_redo<E, 256>(params, num_blocks, stream);
-    }
-  };
-  return config.element == Element::kFloat16 ? launch.operator()<Element::kFloat16>()
-                                             : launch.operator()<Element::kBfloat16>();
-}
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-bool is_causal(const tw_problem& p) { return mask_of(p).right == 0; }
+Element element_of(const tw_problem& p) { return p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16; }
+
+// Do rows end at different keys?
+bool ends_differ(const tw_problem& p) {
+  const int64_t right = mask_of(p).right;
+  return right >= 0 && right < p.seqlen_q;
+}
 
 Sm90Shape choose_shape(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   if (d > 128) return Sm90Shape::kD256;
-  if (d > 64) return is_causal(p) && p.seqlen_k <= 2048 ? Sm90Shape::kD128Short : Sm90Shape::kD128;
-  if (is_causal(p)) return Sm90Shape::kD64Causal;
+  if (d > 64) return ends_differ(p) && p.seqlen_k <= 2048 ? Sm90Shape::kD128Short : Sm90Shape::kD128;
+  if (ends_differ(p)) return Sm90Shape::kD64Causal;
   return p.seqlen_k >= 8192 ? Sm90Shape::kD64 : Sm90Shape::kD64Short;
 }
 
-const Sm90Kernels& find_kernels(const tw_problem& p) {
-  const Element element = p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16;
-  const Sm90Shape shape = choose_shape(p);
-  // A float16 P that overflows is seen in time only by a float32 sum.
-  const bool ones = element == Element::kBfloat16 && shape != Sm90Shape::kD256 && !has(p, TW_HAS_LSE);
+ForwardSm90Config choose(const tw_problem& p) {
+  const int64_t d = std::max(p.head_dim, p.head_dim_v);
+  const bool negative = softmax_scale_of(p) < 0 && (d <= 64 || d > 128);  // with Q in registers a sign flip does
+  if (p.softcap != 0 || negative || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT)) {
+    const Sm90Shape shape = d > 128 ? Sm90Shape::kD256 : d > 64 ? Sm90Shape::kD128Short : Sm90Shape::kD64General;
+    return forward_sm90_config(element_of(p), shape, RowSum::kFloat32, ScoreKind::kGeneral);
+  }
+  const ForwardSm90Config ones = forward_sm90_config(element_of(p), choose_shape(p), RowSum::kOnesColumn, ScoreKind::kPlain);
+  if (ones.exists() && !has(p, TW_HAS_LSE)) return ones;
+  return forward_sm90_config(element_of(p), choose_shape(p), RowSum::kFloat32, ScoreKind::kPlain);
+}
+
+const Sm90Kernels* find_kernels(const tw_problem& p) {
   for (const Sm90Kernels& kernels : kKernels)
-    if (kernels.element == element && kernels.shape == shape && (kernels.row_sum == RowSum::kOnesColumn) == ones)
-      return kernels;
-  return kKernels[0];  // unreachable
+    if (kernels.element == element_of(p) && kernels.head_dim == choose(p).head_dim) return &kernels;
+  return nullptr;
 }
 
 struct Cut {
-  int64_t num_blocks, num_tiles, redo_stride, redo_bytes;
+  int64_t num_blocks, num_tiles, again_stride, again_bytes;
 };
 
 constexpr int64_t kCounterBytes = 64;
@@ -74,8 +71,8 @@ Cut cut_forward(const tw_problem& p, const ForwardSm90Config& config) {
   Cut cut;
   cut.num_blocks = ceil_div(p.seqlen_q, config.block_m());
   cut.num_tiles = cut.num_blocks * p.batch * p.num_heads_q;
-  cut.redo_stride = ceil_div(cut.num_blocks * config.block_m(), 128) * 8;
-  cut.redo_bytes = ceil_div(cut.redo_stride * p.batch * p.num_heads_q, 16) * 16;
+  cut.again_stride = cut.num_blocks * config.block_m() / 16;
+  cut.again_bytes = cut.again_stride * p.batch * p.num_heads_q * 4;
   return cut;
 }
 
@@ -100,31 +97,27 @@ bool forward_sm90_available() {
 std::string refuse_forward_sm90(const tw_problem& p) {
   if (std::string reason = refuse_common(p); !reason.empty()) return reason;
   if (p.k_layout == TW_PAGED) return "paged keys";
-  if (has(p, TW_HAS_CACHE_BATCH_IDX)) return "cache_batch_idx";
-  if (has(p, TW_HAS_LEFTPAD_K)) return "leftpad_k";
-  if (p.softcap != 0) return "softcap";
+  if (p.seqlen_new > 0) return "keys to append";
+  if (p.rotary_dim > 0) return "rotary positions";
   if (p.dropout_p != 0) return "dropout";
   if (has(p, TW_HAS_DROPOUT_MASK)) return "dropout_mask";
   if (has(p, TW_HAS_BIAS)) return "bias";
-  if (has(p, TW_HAS_ALIBI)) return "alibi_slopes";
-  if (has(p, TW_HAS_SINK)) return "sink";
-  if (has(p, TW_HAS_MAX_LOGIT)) return "max_logit";
-  const Mask mask = mask_of(p);
-  if (mask.right > 0 && mask.right < p.seqlen_q) return "a window to the right: takes causal or none";
   if (p.num_splits > 1) return "num_splits over 1";
   if (p.seqlen_q <= 64) return concat("seqlen_q ", p.seqlen_q, ": 64 rows a warpgroup would be mostly empty");
   if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
   if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
-  if (softmax_scale_of(p) < 0 && !find_kernels(p).config.q_in_registers) return "a negative softmax_scale with this head_dim";
-  const int64_t tiles = cut_forward(p, find_kernels(p).config).num_tiles;
+  const ForwardSm90Config config = choose(p);
+  if (find_kernels(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
+  const int64_t tiles = cut_forward(p, config).num_tiles;
   if (tiles >= 1 << 24) return concat(tiles, " tiles: at most 2^24 - 1");
   return "";
 }
 
 Status plan_forward_sm90(const tw_problem& p, const Target& target, Plan* plan) {
   const DeviceFacts& device = device_facts(target.device_index);
-  if (device.capability != 90) return unsupported("forward_sm90: device ", target.device_index, " is not of compute capability 9.0");
-  const ForwardSm90Config& config = find_kernels(p).config;
+  if (device.capability != 0 && device.capability != 90)  // 0: planned where there is no GPU
+    return unsupported("forward_sm90: device ", target.device_index, " is not of compute capability 9.0");
+  const ForwardSm90Config config = choose(p);
   const Cut cut = cut_forward(p, config);
   plan->config = concat("tile ", config.block_m(), "x", config.block_n, "x", config.head_dim, ", ", config.consumers,
                         " consumer warpgroups, ", config.stages, " stages, ", config.shared_bytes(), " bytes shared, sums ",
@@ -133,7 +126,7 @@ Status plan_forward_sm90(const tw_problem& p, const Target& target, Plan* plan) 
   plan->block_n = config.block_n;
   plan->num_splits = 1;
   plan->num_tasks = cut.num_tiles;
-  plan->workspace_bytes = kCounterBytes + cut.redo_bytes;
+  plan->workspace_bytes = kCounterBytes + cut.again_bytes;
   return Status();
 }
 
@@ -143,8 +136,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   if (t.o->dtype != t.q->dtype || !tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) ||
       !tensor_map_possible(*t.o))
     return run_forward_sm80(plan, t, workspace, stream);
-  const Sm90Kernels& kernels = find_kernels(p);
-  const ForwardSm90Config& config = kernels.config;
+  const ForwardSm90Config config = choose(p);
   const Cut cut = cut_forward(p, config);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
@@ -171,7 +163,14 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   forward.head_dim_v = static_cast<int32_t>(p.head_dim_v);
   forward.lse = row_scalar(t.lse);
   forward.pack = forward.num_splits = 1;
-  forward.num_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, 128));
+  if (t.max_logit) {
+    forward.max_logit = static_cast<float*>(t.max_logit->data);
+    forward.max_logit_batch = t.max_logit->stride[0];
+    forward.max_logit_head = t.max_logit->stride[1];
+    const int error = launch_fill(forward.max_logit, p.batch, p.num_heads_q, forward.max_logit_batch, forward.max_logit_head,
+                                  -__builtin_huge_valf(), stream);
+    if (error != 0) return device_error("max_logit", error);
+  }
 
   const int multiprocessors =
       std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
@@ -180,8 +179,10 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   order.num_blocks = static_cast<int32_t>(cut.num_blocks);
   order.num_heads = static_cast<int32_t>(p.batch * p.num_heads_q);
   // Tiles of one length need no counter; those of packed sequences and under a mask differ.
-  const bool even = !is_causal(p) && p.window_left < 0 && p.q_layout == TW_DENSE && p.k_layout == TW_DENSE &&
-                    !has(p, TW_HAS_SEQUSED_K) && !has(p, TW_HAS_SEQUSED_Q);
+  params.window_left = forward.score.window_left;
+  params.window_right = forward.score.window_right;
+  const bool even = params.window_right < 0 && params.window_left < 0 && p.q_layout == TW_DENSE && p.k_layout == TW_DENSE &&
+                    (p.features & (TW_HAS_SEQUSED_K | TW_HAS_SEQUSED_Q | TW_HAS_LEFTPAD_K)) == 0;
   if (!even) {
     static std::atomic<uint64_t> launches{0};
     order.counter = static_cast<unsigned long long*>(workspace);
@@ -191,26 +192,27 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     order.launch = std::max<uint64_t>(1, number >> 24);
   }
   order.lead = 2;  // 1 to 4 are equal from 1k keys on; 9 loses 2 % at 512
-  // A zero scale gives every visible key the same weight; the smallest normal number does, too, and -inf stays -inf.
-  params.scale_log2 = std::max(std::fabs(forward.score.scale_log2), 0x1p-126f);
-  params.sign_flip = forward.score.scale_log2 < 0 ? 0x80008000u : 0;
-  params.causal = is_causal(p);
-  params.window_left = forward.score.window_left;
+  if (config.general()) {
+    params.scale_log2 = 0x1.715476p+0f;  // log2(e): the options leave logits in natural units
+  } else {
+    // A zero scale gives every visible key the same weight; the smallest normal number does, too, and -inf stays -inf.
+    params.scale_log2 = std::max(std::fabs(forward.score.scale_log2), 0x1p-126f);
+    params.sign_flip = forward.score.scale_log2 < 0 ? 0x80008000u : 0;
+  }
   params.check = !even || p.seqlen_k % config.block_n != 0;
   params.always = 1;
-  params.redo = static_cast<uint8_t*>(workspace) + kCounterBytes;
-  params.redo_stride = static_cast<int32_t>(cut.redo_stride);
+  params.again = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + kCounterBytes);
+  params.again_stride = static_cast<int32_t>(cut.again_stride);
 
   const int blocks = static_cast<int>(std::min<int64_t>(multiprocessors, cut.num_tiles));
-  if (const int error = kernels.launch(params, blocks, stream); error != 0) return device_error("forward_sm90", error);
-  if (const int error = launch_redo(config, params, multiprocessors, stream); error != 0)
-    return device_error("forward_sm90_redo", error);
+  if (const int error = find_kernels(p)->launch(config, params, blocks, stream); error != 0)
+    return device_error("forward_sm90", error);
   return Status();
 }
 
 KernelRow forward_sm90_row() {
   return {"forward_sm90", TW_BACKEND_CUDA, TW_FORWARD, "sm_90a",
-          "f16 and bf16, head dims up to 256, full and causal, left window, dense and packed", forward_sm90_available,
+          "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, sinks, dense and packed", forward_sm90_available,
           refuse_forward_sm90, plan_forward_sm90, run_forward_sm90};
 }
 

@@ -12,9 +12,15 @@ namespace tilewise::cuda {
 // Largest grid in x. Plans refuse more; every other grid dimension is 1, so 65,535 is no limit.
 inline constexpr int64_t kMaxBlocks = 0x7fffffff;
 
+enum class Start {
+  kInOrder,  // when the kernels before it in the stream have ended
+  kEarly,    // as soon as those let it; the kernel itself waits for them before it touches their data
+};
+
 // `kernel` is a template argument so that the flags are kept per kernel: one bit a device that permitted it.
 template <auto kernel, class Params>
-cudaError_t launch(const Params& params, int64_t num_blocks, int num_threads, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch(const Params& params, int64_t num_blocks, int num_threads, int shared_bytes, cudaStream_t stream,
+                   Start start = Start::kInOrder) {
   if (num_blocks == 0) return cudaSuccess;
   if (num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   if (shared_bytes > 48 * 1024) {
@@ -33,6 +39,11 @@ cudaError_t launch(const Params& params, int64_t num_blocks, int num_threads, in
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = start == Start::kEarly;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   if (error != cudaSuccess) cudaGetLastError();  // reported here, not to whoever asks next
   return error;

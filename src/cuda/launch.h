@@ -4,9 +4,12 @@
 #include <cstdint>
 
 #include "cuda/config_sm80.h"
+#include "cuda/config_sm90.h"
 #include "cuda/params.h"
 
 namespace tilewise::cuda {
+
+struct ForwardSm90Params;  // params_sm90.h; has the driver's types
 
 // Kernels are templates on these four and not on the ForwardConfig itself: nvcc 13.0 writes host stubs that do not
 // compile for class-type template arguments of a __global__.
@@ -15,6 +18,10 @@ int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream
 
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
 int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stream);
+
+// All shapes of a head dimension; `num_blocks` stay on their multiprocessors and take tiles.
+template <Element kElement, int kHeadDim>
+int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params& params, int num_blocks, void* stream);
 
 #define TW_FORWARD_SM80(element, head_dim) \
   extern template int launch_forward<Element::element, ForwardKind::kPlain, head_dim, false>(const ForwardParams&, int64_t, void*); \
@@ -25,6 +32,8 @@ int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stre
   extern template int launch_forward<Element::element, ForwardKind::kGeneral, head_dim, true>(const ForwardParams&, int64_t, void*); \
   extern template int launch_forward<Element::element, ForwardKind::kFewRows, head_dim, false>(const ForwardParams&, int64_t, void*); \
   extern template int launch_forward<Element::element, ForwardKind::kFewRows, head_dim, true>(const ForwardParams&, int64_t, void*);
+#define TW_FORWARD_SM90(element, head_dim) \
+  extern template int launch_forward_sm90<Element::element, head_dim>(const ForwardSm90Config&, const ForwardSm90Params&, int, void*);
 #define TW_BACKWARD_SM80(element, head_dim) \
   extern template int launch_backward<Element::element, BackwardKind::kPlain, head_dim, false>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kPlain, head_dim, true>(const BackwardParams&, int64_t, void*); \
@@ -33,8 +42,6 @@ int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stre
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, false>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, true>(const BackwardParams&, int64_t, void*);
 #include "cuda/kernels.def"
-#undef TW_FORWARD_SM80
-#undef TW_BACKWARD_SM80
 
 // utility.cu
 int launch_fill(float* data, int64_t n0, int64_t n1, int64_t stride0, int64_t stride1, float value, void* stream);

@@ -22,16 +22,15 @@ struct TileOrder {
 struct ForwardSm90Params {
   CUtensorMap q, k, v, o;   // [batch, head, panel, row, column]; one box = all panels, or one of them
   int32_t loads_per_tile;   // 1: a box has every panel of a tile. Else: boxes of one panel
-  ForwardParams forward;    // for the tiles that are computed again
+  ForwardParams forward;    // options, and what rows that are computed again need
   TileOrder order;
-  float scale_log2;         // |softmax_scale| * log2(e), never 0
+  float scale_log2;         // from what the exponentials see to base 2, never 0
   uint32_t sign_flip;       // 0x80008000 if softmax_scale < 0: flips pairs of q
-  int32_t window_left;      // -1 = unbounded
-  bool causal;
+  int32_t window_left, window_right;  // -1 = unbounded; causal: right = 0
   bool check;               // some score may be masked: P = 0 times a value that is not finite is NaN
   int32_t always;           // 1. The compiler does not know
-  uint8_t* redo;            // per 16 rows: compute them again, exactly
-  int32_t redo_stride;      // bytes per head
+  int32_t* again;           // [head of a batch entry, 16 rows]: links of the lists of rows to be computed again
+  int32_t again_stride;     // links per head
 };
 
 }  // namespace tilewise::cuda

@@ -93,12 +93,19 @@ int main(int argc, char** argv) {
       f.features = TW_HAS_LSE;
       Plan plan;
       plan.problem = f;
-      const KernelRow& row = cuda_kernels()[0];
-      if (!row.plan(f, plan.target, &plan).ok() || !row.run(plan, t, nullptr, nullptr).ok()) return 1;
+      void* workspace = nullptr;
+      for (const KernelRow& row : cuda_kernels()) {
+        if (row.pass != TW_FORWARD || !row.available() || !row.refusal(f).empty()) continue;
+        if (!row.plan(f, plan.target, &plan).ok()) return 1;
+        if (plan.workspace_bytes) check(cudaMalloc(&workspace, static_cast<size_t>(plan.workspace_bytes)), "workspace");
+        if (!row.run(plan, t, workspace, nullptr).ok()) return 1;
+        break;
+      }
+      check(cudaDeviceSynchronize(), "forward"), cudaFree(workspace);
       t.dout = &dout.tensor, t.dq = &dq.tensor, t.dk = &dk.tensor, t.dv = &dv.tensor;
     }
     for (const KernelRow& row : cuda_kernels()) {
-      if (row.pass != p.pass) continue;
+      if (row.pass != p.pass || !row.available()) continue;
       if (!row.refusal(p).empty()) {
         std::printf("%-70s %s refuses: %s\n", argv[n], row.name, row.refusal(p).c_str());
         continue;

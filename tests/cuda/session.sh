@@ -11,10 +11,11 @@ out=${OUT:-$build}
 mkdir -p "$build" && cd "$build" || exit 1
 start=$(date +%s)
 export NVCC="nvcc -std=c++20 -O3 -gencode=arch=compute_$arch,code=sm_$arch -I$root/src -I$root/include -Xptxas -warn-spills -diag-suppress 20012"
-export CXXC="g++ -std=c++20 -O2 -I$root/src -I$root/include -I$root/tests/cuda -I${CUDA_HOME:-/usr/local/cuda}/include"
+sm90=$([ "$arch" = 90a ] && echo -DTILEWISE_SM90)
+export CXXC="g++ -std=c++20 -O2 $sm90 -I$root/src -I$root/include -I$root/tests/cuda -I${CUDA_HOME:-/usr/local/cuda}/include"
 jobs=""
 while IFS='(, )' read -r family element head_dim _; do
-  case $family in TW_*_SM80) ;; *) continue ;; esac
+  case $family in TW_*_SM80) ;; TW_*_SM90) [ "$arch" = 90a ] || continue ;; *) continue ;; esac
   name=$(echo "${family#TW_}" | tr 'A-Z' 'a-z')
   unit=${name}_${element}_$head_dim
   sed "s/@ELEMENT@/$element/g;s/@HEAD_DIM@/$head_dim/g" "$root/src/cuda/$name.cu.in" > "$unit.cu"
@@ -22,15 +23,15 @@ while IFS='(, )' read -r family element head_dim _; do
 done < "$root/src/cuda/kernels.def"
 jobs=$(echo "$jobs" | sort -t_ -k4 -n -r)$'\n'  # the long ones (large head dims) first
 for unit in utility backward_utility; do jobs+="$NVCC -c $root/src/cuda/$unit.cu -o $unit.o"$'\n'; done
-for unit in backend device fill_params forward backward; do jobs+="$CXXC -c $root/src/cuda/$unit.cpp -o $unit.o"$'\n'; done
+for unit in backend device fill_params forward backward ${sm90:+forward_sm90_backend tensor_map}; do jobs+="$CXXC -c $root/src/cuda/$unit.cpp -o $unit.o"$'\n'; done
 for unit in core/problem cpu/reference cpu/reference_forward cpu/reference_backward cpu/thread_pool cpu/kv_append; do
   jobs+="$CXXC -O3 -march=x86-64-v3 -c $root/src/$unit.cpp -o $(basename $unit).o"$'\n'
 done
 for unit in rows_test bench; do jobs+="$CXXC -c $root/tests/cuda/$unit.cpp -o $unit.o"$'\n'; done
 echo "$jobs" | grep . | tr '\n' '\0' | xargs -0 -P "$(nproc)" -I{} sh -c '{} 2>&1' > make.log || { grep -E "error" make.log; exit 1; }
 grep -E "spilled" make.log | sed 's/.*function//;s/_ZN8tilewise4cuda//' | cut -c1-110 | sort > spills.log
-objects="backend.o device.o fill_params.o forward.o backward.o utility.o backward_utility.o problem.o reference.o reference_forward.o
-  reference_backward.o thread_pool.o kv_append.o $(ls forward_sm80_*.o backward_sm80_*.o)"
+objects="${sm90:+forward_sm90_backend.o tensor_map.o} backend.o device.o fill_params.o forward.o backward.o utility.o backward_utility.o problem.o reference.o reference_forward.o
+  reference_backward.o thread_pool.o kv_append.o $(ls forward_sm*_k*.o backward_sm*_k*.o)"
 for program in rows_test bench; do nvcc -o $program $program.o $objects -cudart static -lpthread || exit 1; done
 echo "built in $(($(date +%s) - start)) s; $(wc -l < spills.log) kernels spill (spills.log)"
 cp make.log spills.log "$out/" 2> /dev/null

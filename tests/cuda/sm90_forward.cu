@@ -412,7 +412,7 @@ int main(int argc, char** argv) {
   const std::string command = argc > 1 ? argv[1] : "check";
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0 || !cuda::forward_sm90_available()) {
-    std::printf("no device of compute capability 9.0: skipped\n");
+    std::printf("SKIPPED: no GPU of compute capability 9.0\n");
     return 0;
   }
   const Device d;

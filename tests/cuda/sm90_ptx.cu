@@ -212,11 +212,11 @@ int main() {
   if (cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0)
     MUST(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   if (major != 9) {
-    std::printf("no device of compute capability 9.0: skipped\n");
+    std::printf("SKIPPED: no GPU of compute capability 9.0\n");
     return 0;
   }
-  test_shapes<ptx::bfloat16, 64, 72, 96, 104, 128, 136, 192, 200, 256>("bf16");
-  test_shapes<ptx::float16, 64, 72, 96, 104, 128, 136, 192, 200, 256>("f16");
+  test_shapes<ptx::bfloat16, 64, 72, 96, 128, 136, 192, 256>("bf16");
+  test_shapes<ptx::float16, 64, 72, 96, 128, 136, 192, 256>("f16");
   test_boxes<1>(100, 64);
   test_boxes<2>(100, 128);
   test_boxes<1>(77, 48);

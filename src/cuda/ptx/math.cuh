@@ -19,6 +19,12 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to nearest even; `low` in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high);

@@ -43,10 +43,4 @@ __device__ __forceinline__ uint32_t max_magnitude<float16>(uint32_t a, uint32_t 
   return d;
 }
 
-__device__ __forceinline__ float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace tilewise::ptx

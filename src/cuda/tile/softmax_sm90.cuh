@@ -6,10 +6,10 @@
 // grew large. That takes the row maximum, its shuffles and the rescaling of O off the path of every other tile.
 //
 // What this cannot do right, it notices: P overflows only if one logit lies over ~140 (log2 units) above everything its
-// row saw before. Then sum is inf or NaN, the rows are marked, and the exact kernel computes them again.
+// row saw before. Then sum is inf or NaN, and the rows are computed again (tile/exact_rows.cuh).
 #pragma once
 #include "cuda/config_sm90.h"
-#include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/math.cuh"
 #include "cuda/tile/score.cuh"
 
 namespace tilewise::cuda {
@@ -17,7 +17,8 @@ namespace tilewise::cuda {
 // One thread's two rows: 16 warp + lane / 4, and 8 below it.
 struct RowStatistics {
   float reference[2];
-  float sum[2];  // RowSum::kFloat32: over this thread's columns. kOnesColumn: not used, O carries it
+  float sum[2];      // RowSum::kFloat32: over this thread's columns. kOnesColumn: not used, O carries it
+  float maximum[2];  // for max_logit: of this thread's columns
 };
 
 template <Element kElement>
@@ -56,6 +57,7 @@ __device__ __forceinline__ void start_rows(RowStatistics& rows, const float (&s)
     // A row without visible keys has maximum -inf: any finite reference makes its P zero.
     rows.reference[half] = (maximum == kMinusInf ? 0.f : maximum * scale_log2) + SoftmaxRange<kElement>::kHeadroom;
     rows.sum[half] = 0.f;
+    rows.maximum[half] = kMinusInf;
   }
 }
 

@@ -15,8 +15,9 @@ struct alignas(16) Work {
 static_assert(sizeof(Work) == 32);
 
 // The key tiles of a tile of queries, from the last to the first: tile n covers keys [top - (n + 1) block_n, top - n
-// block_n). Under a causal mask `top` is one past the diagonal of the tile's last row, so that every row meets a visible
-// key in the first tile of its warpgroup; keys below 0 and beyond the sequence are masked.
+// block_n). If the window has an end (causal: the diagonal), `top` is one past the end of the tile's last row, less whole
+// tiles beyond the sequence: every row then meets a visible key in the first tile of its warpgroup, and only that tile has
+// rows that end inside it. Keys below 0 and beyond the sequence are masked.
 struct KeyTiles {
   int top, count;
 };
@@ -25,7 +26,11 @@ template <int kBlockM, int kBlockN>
 __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const Work& work) {
   const int offset = work.seqlen_k - work.seqlen_q;
   KeyTiles tiles;
-  tiles.top = p.causal ? work.first_row + kBlockM + offset : (work.seqlen_k + kBlockN - 1) / kBlockN * kBlockN;
+  tiles.top = (work.seqlen_k + kBlockN - 1) / kBlockN * kBlockN;
+  if (p.window_right >= 0) {
+    tiles.top = work.first_row + kBlockM + offset + p.window_right;
+    tiles.top -= max(0, tiles.top - work.seqlen_k) / kBlockN * kBlockN;
+  }
   int low = 0;
   if (p.window_left >= 0) low = max(0, work.first_row + offset - p.window_left);
   tiles.count = max(1, (tiles.top - low + kBlockN - 1) / kBlockN);
@@ -89,6 +94,11 @@ struct TileSource {
       work.seqlen_k = s.cu_seqlens_k.at(work.batch + 1) - work.k_begin;
     }
     if (s.seqused_k) work.seqlen_k = s.seqused_k.at(work.batch);
+    if (s.leftpad_k) {
+      const int leftpad = s.leftpad_k.at(work.batch);
+      work.k_begin += leftpad;
+      work.seqlen_k = max(0, work.seqlen_k - leftpad);
+    }
     return work.first_row < work.capacity_q;
   }
 
