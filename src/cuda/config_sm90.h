@@ -96,7 +96,7 @@ struct ForwardSm90Config {
   }
 };
 
-TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, Sm90Shape shape, RowSum row_sum, ScoreKind score) {
+TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_shape(Element element, Sm90Shape shape, RowSum row_sum, ScoreKind score) {
   switch (shape) {
     case Sm90Shape::kD64: return {element, shape, row_sum, score, 64, 3, 128, 3, 2, false, true, 64};
     case Sm90Shape::kD64Short: return {element, shape, row_sum, score, 64, 4, 64, 6, 2, false, true, 64};
@@ -106,6 +106,15 @@ TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, 
     case Sm90Shape::kD128Short: return {element, shape, row_sum, score, 128, 2, 64, 4, 1, true, true, 128};
     default: return {element, shape, row_sum, score, 256, 2, 64, 2, 1, false, true, 128};
   }
+}
+
+// The configuration of a kernel. A stress build (ptx/mbarrier.cuh) may ask for shallower rings: TILEWISE_STRESS=stages.
+TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, Sm90Shape shape, RowSum row_sum, ScoreKind score) {
+  ForwardSm90Config config = forward_sm90_shape(element, shape, row_sum, score);
+#if defined(TILEWISE_STRESS)
+  if (TILEWISE_STRESS < config.stages) config.stages = TILEWISE_STRESS;
+#endif
+  return config;
 }
 
 }  // namespace tilewise::cuda

@@ -29,18 +29,21 @@ constexpr Sm90Kernels kKernels[] = {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 Element element_of(const tw_problem& p) { return p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16; }
 
+// Of packed rows, the longest sequence's length is known here: no ground to choose by, if its neighbours must not matter.
+bool lengths_decide(const tw_problem& p) { return !(p.batch_invariant && (p.q_layout == TW_PACKED || p.k_layout == TW_PACKED)); }
+
 // Do rows end at different keys?
 bool ends_differ(const tw_problem& p) {
   const int64_t right = mask_of(p).right;
-  return right >= 0 && right < p.seqlen_q;
+  return right >= 0 && (right < p.seqlen_q || !lengths_decide(p));
 }
 
 Sm90Shape choose_shape(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   if (d > 128) return Sm90Shape::kD256;
-  if (d > 64) return ends_differ(p) && p.seqlen_k <= 2048 ? Sm90Shape::kD128Short : Sm90Shape::kD128;
+  if (d > 64) return ends_differ(p) && p.seqlen_k <= 2048 && lengths_decide(p) ? Sm90Shape::kD128Short : Sm90Shape::kD128;
   if (ends_differ(p)) return Sm90Shape::kD64Causal;
-  return p.seqlen_k >= 8192 ? Sm90Shape::kD64 : Sm90Shape::kD64Short;
+  return p.seqlen_k >= 8192 && lengths_decide(p) ? Sm90Shape::kD64 : Sm90Shape::kD64Short;
 }
 
 ForwardSm90Config choose(const tw_problem& p) {
@@ -103,7 +106,7 @@ std::string refuse_forward_sm90(const tw_problem& p) {
   if (has(p, TW_HAS_DROPOUT_MASK)) return "dropout_mask";
   if (has(p, TW_HAS_BIAS)) return "bias";
   if (p.num_splits > 1) return "num_splits over 1";
-  if (p.seqlen_q <= 64) return concat("seqlen_q ", p.seqlen_q, ": 64 rows a warpgroup would be mostly empty");
+  if (p.seqlen_q <= 64 && lengths_decide(p)) return concat("seqlen_q ", p.seqlen_q, ": 64 rows a warpgroup would be mostly empty");
   if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
   if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
   const ForwardSm90Config config = choose(p);
@@ -181,6 +184,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   // Tiles of one length need no counter; those of packed sequences and under a mask differ.
   params.window_left = forward.score.window_left;
   params.window_right = forward.score.window_right;
+  if (ends_differ(p)) params.window_right = static_cast<int32_t>(std::min<int64_t>(mask_of(p).right, 1 << 29));
   const bool even = params.window_right < 0 && params.window_left < 0 && p.q_layout == TW_DENSE && p.k_layout == TW_DENSE &&
                     (p.features & (TW_HAS_SEQUSED_K | TW_HAS_SEQUSED_Q | TW_HAS_LEFTPAD_K)) == 0;
   if (!even) {

@@ -45,7 +45,7 @@ Key make_key(const TensorMapRequest& request) {
   const int row = dense ? 1 : 0, head = row + 1;
   Key key = {};
   key.data = reinterpret_cast<uint64_t>(x.data);
-  const bool panels = request.box_panels > 1 || request.head_dim % 64 == 0;
+  const bool panels = request.box_panels > 1;  // else columns are counted through, as if all were one panel
   key.size[0] = static_cast<uint64_t>(panels ? 64 : request.head_dim);
   key.size[1] = static_cast<uint64_t>(x.shape[row]);
   key.size[2] = static_cast<uint64_t>(panels ? request.head_dim / 64 : 1);

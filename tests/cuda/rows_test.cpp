@@ -254,6 +254,23 @@ std::vector<Case> forward_cases() {
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal pages=40x16", " causal splits=3"})
       for (const char* dtype : {"bf16", "f16"})
         cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, LayoutKind::kContiguous, 1, false, true});
+  // Several tiles of every kernel in both directions.
+  for (const char* d : {"64", "128", "256"}) {
+    const std::string s = std::string("b=2 hq=4 hk=2 sq=700 sk=900 d=") + d;
+    for (const char* rest : {"", " no_lse", " causal", " causal no_lse", " window=-1,40", " window=-1,300", " window=100,30", " window=300,-1", " window=700,700",
+                             " causal scale=-0.2", " causal softcap=20", " softcap=5 sink maxlogit scale=-0.3", " alibi=bh causal", " alibi=h window=200,90",
+                             " causal maxlogit", " causal sink", " leftpad seqused_k causal", " leftpad window=99,33", " cache_batch=5 cache_batch_idx seqused_k",
+                             " seqused_q seqused_k causal", " sm_margin=100 causal", " batch_invariant"})
+      both(s + rest);
+    for (const char* rest : {" causal", "", " window=-1,100 no_lse", " sink", " causal softcap=40"})
+      both(s + rest, LayoutKind::kContiguous, 10);
+    const std::string packed = std::string("b=5 hq=4 hk=1 sq=600 sk=650 packed_q=1100 packed_k=1200 d=") + d;
+    for (const char* rest : {"", " causal", " window=90,50 sink", " causal softcap=7 maxlogit", " causal batch_invariant"}) both(packed + rest);
+    both(std::string("b=2 hq=2 hk=1 sq=900 sk=500 causal d=") + d), both(std::string("b=2 hq=2 hk=1 sq=900 sk=300 window=20,100 d=") + d);
+    for (const char* rest : {" causal", " window=200,100", " causal softcap=5", " seqused_k", " leftpad causal"})
+      for (const char* dtype : {"bf16", "f16"})
+        cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=300 sk=420 d=" + d + rest, LayoutKind::kContiguous, 1, false, true});
+  }
   // Zero sizes.
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink", "b=1 hq=0 sq=5", "b=2 hq=2 sq=100 sk=0 causal splits=2"})
     both(std::string(rest) + " d=64");

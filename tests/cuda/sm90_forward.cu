@@ -1,8 +1,8 @@
 // The row forward_sm90 on a GPU, by itself: sm90_forward check [DIMS] | repeat N | bench D CAUSAL SEQLEN [LSE] [ROUNDS]
-//
+//   | time PROBLEM...
 // repeat: N launches of some problems, the outputs bit for bit those of the first.
 // check: sampled rows of o and lse against float64 on the GPU, on ordinary and on hostile inputs, o poisoned with NaN.
-// bench: b * s = 16384 tokens, h * d = 2048; median of event-to-event times.
+// bench: b * s = 16384 tokens, h * d = 2048; median of event-to-event times. time: the same of any dense problem.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -134,10 +134,10 @@ __global__ void spin(long long clocks) {
   while (clock64() - start < clocks) {
   }
 }
-// Marks set by the last launch, if `marks` covers them.
-__global__ void count_marks(const uint8_t* marks, size_t count, unsigned long long* found) {
+// Groups of rows that the last launch computed again: links that it wrote over the fill.
+__global__ void count_marks(const uint32_t* links, size_t count, unsigned long long* found) {
   for (size_t n = blockIdx.x * size_t{blockDim.x} + threadIdx.x; n < count; n += size_t{gridDim.x} * blockDim.x)
-    if (marks[n] == 1) atomicAdd(found, 1ull);
+    if (links[n] != 0x7f7f7f7f) atomicAdd(found, 1ull);
 }
 
 struct Device {
@@ -234,7 +234,7 @@ bool check(const Device& d, const Case& c) {
   std::vector<T> first(call.o_count()), now(call.o_count());
   for (int repeat = 0; repeat < 3; ++repeat) {
     MUST(cudaMemset(d.o, 0xff, call.o_count() * 2 + 4096)), MUST(cudaMemset(d.lse, 0xff, 1 << 25));
-    MUST(cudaMemset(static_cast<uint8_t*>(d.workspace) + 64, 0xff, (1 << 24) - 64));
+    MUST(cudaMemset(static_cast<uint8_t*>(d.workspace) + 64, 0x7f, (1 << 24) - 64));
     call.run(d);
     MUST(cudaDeviceSynchronize());
     MUST(cudaMemcpy(now.data(), d.o, call.o_count() * 2, cudaMemcpyDeviceToHost));
@@ -242,7 +242,7 @@ bool check(const Device& d, const Case& c) {
     else different += std::memcmp(first.data(), now.data(), call.o_count() * 2) != 0;
   }
   MUST(cudaMemset(d.found, 0, 8));
-  count_marks<<<64, 256>>>(static_cast<uint8_t*>(d.workspace) + 64, static_cast<size_t>(call.plan.workspace_bytes - 64), d.found);
+  count_marks<<<64, 256>>>(static_cast<uint32_t*>(d.workspace) + 16, static_cast<size_t>(call.plan.workspace_bytes - 64) / 4, d.found);
   MUST(cudaMemcpy(&marks, d.found, 8, cudaMemcpyDeviceToHost));
   MUST(cudaMemset(d.found, 0, 8));
   count_nan<<<512, 256>>>(static_cast<T*>(d.o), call.o_count(), d.found);
@@ -266,7 +266,7 @@ bool check(const Device& d, const Case& c) {
   // P and o are rounded once each: relative 2^-9 / sqrt(3) twice in bfloat16, 2^-12 in float16.
   const double tolerance = p.dtype == TW_BFLOAT16 ? 4e-3 : 6e-4;
   const bool ok = error < tolerance && out[3] < 1e-5 && nans == 0 && different == 0 && guarded;
-  std::printf("%-4s %-78s x%-4g fill %d  o %.2e max %.2e lse %.1e nan %llu marks %llu%s%s\n", ok ? "ok" : "BAD", c.text, c.scale,
+  std::printf("%-4s %-78s x%-4g fill %d  o %.2e max %.2e lse %.1e nan %llu again %llu%s%s\n", ok ? "ok" : "BAD", c.text, c.scale,
               c.fill, error, out[2], out[3], nans, marks, different ? " NOT REPEATABLE" : "", guarded ? "" : " WROTE PAST o");
   std::fflush(stdout);
   return ok;
@@ -375,12 +375,9 @@ int repeat(const Device& d, int times) {
   return bad != 0;
 }
 
-void bench(const Device& d, int dim, int causal, int seqlen, bool lse, int rounds, int warm, int repeats, int idle_ms) {
-  const int heads = 2048 / dim, batch = 16384 / seqlen;
-  char text[256];
-  std::snprintf(text, sizeof text, "fwd bf16 cuda b=%d hq=%d sq=%d sk=%d d=%d%s%s", batch, heads, seqlen, seqlen, dim,
-                causal ? " causal" : "", lse ? "" : " no_lse");
+void bench(const Device& d, const char* text, int rounds, int warm, int repeats, int idle_ms) {
   Call call(d, text);
+  const int seqlen = static_cast<int>(call.problem.seqlen_k);
   const size_t count = call.o_count();
   for (void* x : {d.q, d.k, d.v})
     fill<<<1024, 256>>>(static_cast<__nv_bfloat16*>(x), count, 2048, seqlen, reinterpret_cast<uint64_t>(x), 1.f, kNormal);
@@ -401,9 +398,12 @@ void bench(const Device& d, int dim, int causal, int seqlen, bool lse, int round
     medians.push_back(times[repeats / 2]);
   }
   std::sort(medians.begin(), medians.end());
-  const double flops = 4.0 * batch * heads * seqlen * static_cast<double>(seqlen) * dim * (causal ? 0.5 : 1), ms = medians[rounds / 2];
-  std::printf("T d%d %s s%d %s %.4f ms %.1f TF (min %.1f max %.1f)\n", dim, causal ? "causal" : "full", seqlen, lse ? "lse" : "no_lse",
-              ms, flops / ms * 1e-9, flops / medians.back() * 1e-9, flops / medians[0] * 1e-9);
+  const tw_problem& p = call.problem;
+  // As everywhere: half of the pairs count under a causal mask, all without one.
+  const double pairs = static_cast<double>(p.batch * p.num_heads_q) * p.seqlen_q * p.seqlen_k * (p.causal ? 0.5 : 1);
+  const double count2 = 2.0 * pairs * (p.head_dim + p.head_dim_v), ms = medians[rounds / 2];
+  std::printf("T %s: %.4f ms %.1f TF (min %.1f max %.1f)\n", text, ms, count2 / ms * 1e-9, count2 / medians.back() * 1e-9,
+              count2 / medians[0] * 1e-9);
 }
 
 }  // namespace
@@ -420,9 +420,17 @@ int main(int argc, char** argv) {
   if (command == "repeat") return repeat(d, argc > 2 ? std::atoi(argv[2]) : 500);
   if (command == "bench" && argc >= 5) {
     const auto number = [&](int n, int otherwise) { return argc > n ? std::atoi(argv[n]) : otherwise; };
-    bench(d, number(2, 0), number(3, 0), number(4, 0), number(5, 1), number(6, 3), number(7, 5), number(8, 20), number(9, 60));
+    const int dim = number(2, 64), seqlen = number(4, 1024);
+    char text[256];
+    std::snprintf(text, sizeof text, "fwd bf16 cuda b=%d hq=%d sq=%d sk=%d d=%d%s%s", 16384 / seqlen, 2048 / dim, seqlen, seqlen, dim,
+                  number(3, 0) ? " causal" : "", number(5, 1) ? "" : " no_lse");
+    bench(d, text, number(6, 3), number(7, 5), number(8, 20), number(9, 60));
     return 0;
   }
-  std::printf("usage: sm90_forward check [DIMS] | repeat N | bench D CAUSAL SEQLEN [LSE] [ROUNDS] [WARM] [REPEATS] [IDLE_MS]\n");
+  if (command == "time") {
+    for (int n = 2; n < argc; ++n) bench(d, argv[n], 2, 5, 20, 60);
+    return 0;
+  }
+  std::printf("usage: sm90_forward check [DIMS] | repeat N | time PROBLEM... | bench D CAUSAL SEQLEN [LSE] [ROUNDS] [WARM] [REPEATS] [IDLE_MS]\n");
   return 1;
 }

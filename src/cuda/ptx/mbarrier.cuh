@@ -5,6 +5,15 @@
 
 namespace tilewise::ptx {
 
+// Built with TILEWISE_STRESS, waits and arrivals come at random times, as on a machine under load: what then goes wrong, or
+// differs from run to run, lacks a barrier. For tests; sm90_forward says how.
+__device__ __forceinline__ void stress() {
+#if defined(TILEWISE_STRESS)
+  const uint32_t draw = (static_cast<uint32_t>(clock()) + threadIdx.x / 32 * 7919u + blockIdx.x * 104729u) * 2654435761u;
+  if (draw >> 30 == 0) __nanosleep(draw >> 20 & 1023);
+#endif
+}
+
 // A fresh barrier is in phase 0, incomplete: waiting for parity 1 passes at once.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -13,6 +22,7 @@ __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  stress();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives, and makes the phase wait for `bytes` of copies as well.
@@ -21,6 +31,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
 }
 // Waits until the phase of this parity has completed. try_wait sleeps in hardware for a while, so this is no hot spin.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  stress();
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(
           barrier),

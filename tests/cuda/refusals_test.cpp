@@ -1,0 +1,58 @@
+// What forward_sm90 takes and why it refuses the rest, in its own words; needs no GPU.
+#include <cstdio>
+#include <string>
+
+#include "core/problem.h"
+#include "cuda/backend.h"
+
+namespace tilewise {
+namespace {
+
+struct Case {
+  const char* problem;
+  const char* reason;  // "": the row takes it
+};
+
+const Case kCases[] = {
+    {"fwd bf16 cuda b=2 hq=32 hk=8 sq=2048 d=128 causal", ""},
+    {"fwd f16 cuda b=2 hq=8 sq=2048 d=64 window=100,30 softcap=20 alibi=h sink maxlogit", ""},
+    {"fwd bf16 cuda b=2 hq=8 sq=200 sk=900 d=256 scale=-0.1 leftpad seqused_k seqused_q", ""},
+    {"fwd bf16 cuda b=4 hq=8 sq=500 d=72 dv=104 packed_q=1200 packed_k=1200 causal", ""},
+    {"fwd bf16 cuda b=4 hq=8 sq=50 d=128 packed_q=120 packed_k=120 causal batch_invariant", ""},
+    {"fwd f32 cuda b=2 hq=8 sq=2048 d=64", "dtype"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=100", "multiples of 8"},
+    {"fwd bf16 cuda b=2 hq=8 sq=64 d=128", "seqlen_q 64"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 d=128 pages=600x16", "paged keys"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 dropout=0.1", "dropout"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f32:hqk", "bias"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 new=70 d=128", "append"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 splits=3", "num_splits"},
+};
+
+int run() {
+  int failed = 0;
+  const KernelRow* row = nullptr;
+  for (const KernelRow& r : cuda_kernels())
+    if (std::string(r.name) == "forward_sm90") row = &r;
+  if (row == nullptr) return std::printf("forward_sm90 is not in the table\n"), 1;
+  for (const Case& c : kCases) {
+    tw_problem p;
+    Plan plan;
+    std::string text;
+    if (Status s = parse(c.problem, &p); !s.ok()) text = s.message();
+    else if (text = row->refusal(p); text.empty()) {
+      plan.problem = p;
+      plan.row = row;
+      if (Status s2 = row->plan(p, plan.target, &plan); !s2.ok()) text = s2.message();
+    }
+    const bool ok = *c.reason ? text.find(c.reason) != std::string::npos : text.empty();
+    failed += !ok;
+    std::printf("%s %s: %s\n", ok ? "ok  " : "FAIL", c.problem, text.empty() ? plan.config.c_str() : text.c_str());
+  }
+  return failed;
+}
+
+}  // namespace
+}  // namespace tilewise
+
+int main() { return tilewise::run(); }
