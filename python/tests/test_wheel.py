@@ -136,5 +136,7 @@ with _call.Tensors(view(x), view(y), view(lse)) as (x_at, y_at, lse_at):
 assert abs(lse[0] - math.log(sum(map(math.exp, x)))) < 1e-6 and abs(sum(y) - 1) < 1e-6
 print("loaded on %%d.%%d" %% sys.version_info[:2])
 """ % (folder, folder)
+    done = run(path, "-m", "compileall", "-q", os.path.join(folder, "tilewise"))  # the modules that need torch or NumPy too
+    assert done.returncode == 0, done.stdout
     done = run(path, "-I", "-c", code)
     assert done.returncode == 0 and done.stdout.strip() == "loaded on " + version, done.stdout + done.stderr
