@@ -59,7 +59,7 @@ class _Dense(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options, where):
-        o, lse = _forward_dense(q, k, v, options, where, True)
+        o, lse = forward_dense(q, k, v, options, where, True)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.call = options, where
         return o
@@ -74,7 +74,7 @@ class _DenseLse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options, where):
-        o, lse = got = _forward_dense(q, k, v, options, where, True)
+        o, lse = got = forward_dense(q, k, v, options, where, True)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.set_materialize_grads(False)
         ctx.call = options, where
@@ -130,7 +130,7 @@ class _Once(torch.autograd.Function):
         raise Unsupported("tilewise.attention: second derivatives (double backward) are not available")
 
 
-def _rows(x):
+def rows(x):
     """`view` of a float tensor [.., .., .., d] on the CPU whose last dimension is contiguous, else None."""
     code = CODES.get(x.dtype)
     a, b, c, d = x.shape
@@ -140,9 +140,9 @@ def _rows(x):
     return (x.data_ptr(), code, 0, 0, 4, a, b, c, d, e, f, g, 1)
 
 
-def _forward_dense(q, k, v, options, where, want_lse):
+def forward_dense(q, k, v, options, where, want_lse):
     """-> (o, lse or None)."""
-    q_view, k_view, v_view = _rows(q), _rows(k), _rows(v)
+    q_view, k_view, v_view = rows(q), rows(k), rows(v)
     if q_view is None or k_view is None or v_view is None:
         return _build.forward(kind, q, k, v, (), options, _call.NO_SEQLENS, where, want_lse=want_lse)[:2]
     _, code, _, _, _, b, sq, hq, d, q0, q1, q2, _ = q_view
@@ -164,7 +164,7 @@ def _forward_dense(q, k, v, options, where, want_lse):
 
 def _gradients_dense(dout, q, k, v, o, lse, options, where):
     """(dq, dk, dv, None, None), or None for tensors that need more care (saved-tensor hooks may have changed them)."""
-    views = [_rows(x) for x in (dout, q, k, v, o)]
+    views = [rows(x) for x in (dout, q, k, v, o)]
     if None in views or not lse.is_contiguous() or not dout.is_cpu:
         return None
     dout_view, q_view, k_view, v_view, o_view = views
@@ -323,7 +323,7 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         where = target(backend, kernel, num_threads)
         if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return (_apply_dense_lse if return_lse else _apply_dense)(q, k, v, options, where)
-        got = _forward_dense(q, k, v, options, where, return_lse)
+        got = forward_dense(q, k, v, options, where, return_lse)
         return got if return_lse else got[0]
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         _build.check_ranks(q, k, v, False, False)

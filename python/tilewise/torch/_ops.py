@@ -15,6 +15,7 @@ import torch
 from .. import _abi, _build, _call
 from ..errors import Unsupported
 from . import _transforms
+from ._attention import forward_dense
 from ._kind import kind, target
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "rng_state")
@@ -63,6 +64,8 @@ def _extra(names_and_tensors):
 def _forward(q, k, v, bias, alibi_slopes, sinks, *rest):
     lengths, options = rest[: len(LENGTHS)], rest[len(LENGTHS) :]
     extra = _extra((("bias", bias), ("alibi_slopes", alibi_slopes), ("sink", sinks)) + tuple(zip(LENGTHS, lengths)))
+    if not extra and q.dim() == k.dim() == v.dim() == 4 and q.is_cpu and k.is_cpu and v.is_cpu:
+        return forward_dense(q, k, v, _abi_options(*options[2:]), target(None, None, 0), True)
     o, lse, _, _ = _build.forward(kind, q, k, v, extra, _abi_options(*options[2:]), options[:2], target(None, None, 0),
                                   packed_q=lengths[0] is not None, want_lse=True)  # fmt: skip
     return o, lse

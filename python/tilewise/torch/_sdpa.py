@@ -13,7 +13,7 @@ import torch
 
 from .. import _abi, _build, _call
 from ..errors import Unsupported
-from ._attention import attention, special
+from ._attention import attention, rows, special
 from ._kind import kind, target, view
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 stays with torch: here it is the slow reference
@@ -172,7 +172,9 @@ class _Sdpa:
             extra.append(("bias", mask))
         if keep != k.shape[2]:
             k, v = k[:, :, :keep], v[:, :, :keep]
-        options = _call.options(causal, window, scale, direction=direction)
+        options = _call.known_options((causal, window, scale, 0.0, False, False, 0, 0))
+        if direction == _abi.BACKWARD:
+            options = _call.for_backward(options)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), extra, options
 
     def _forward(self, q, k, v, dropout_p, is_causal, mask, scale):
@@ -181,9 +183,6 @@ class _Sdpa:
             return None
         like = q
         q, k, v, extra, options = problem
-        q, q_view = kind.rows(q, "query")
-        k, k_view = kind.rows(k, "key")
-        v, v_view = kind.rows(v, "value")
         b, sq, hq, _ = q.shape
         # Strides as torch's kernel has them: compiled code relies on them.
         o = torch.empty_like(like)
@@ -191,6 +190,16 @@ class _Sdpa:
             return None
         o = o.transpose(1, 2)
         lse = torch.empty((b, sq, hq), dtype=torch.float32).transpose(1, 2)
+        dense = None if extra else [rows(x) for x in (q, k, v, o)]
+        if dense is not None and None not in dense:
+            q_view, k_view, v_view, o_view = dense
+            lse_view = (lse.data_ptr(), _abi.FLOAT32, 0, 0, 3, b, hq, sq, 0, sq * hq, 1, hq if sq > 1 else 1, 0)
+            _call.forward_dense(options, (*q_view, *k_view, *v_view, *o_view, *lse_view), True, target(None, None, 0))
+            self.calls += 1
+            return o.transpose(1, 2), lse
+        q, q_view = kind.rows(q, "query")
+        k, k_view = kind.rows(k, "key")
+        v, v_view = kind.rows(v, "value")
         views = [(0, q_view), (1, k_view), (2, v_view), (3, view(o, "out")), (4, view(lse, "lse"))]
         views += [(_SLOT[name], view(x, "attn_mask")) for name, x in extra]
         _call.forward(options, views, _call.NO_SEQLENS, target(None, None, 0))
