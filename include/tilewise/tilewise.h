@@ -10,6 +10,7 @@
  *   6. Threads: lend the library your own pool
  *   7. Softmax on its own, and merging partial results
  *   8. Introspection: which kernels exist, which one runs, and why
+ *   9. Memory: what a problem takes, what fits, without running it
  *
  * The function (docs/semantics.md is the whole contract). For every batch entry and query head
  *
@@ -285,7 +286,7 @@ typedef struct tw_plan_info {
   int64_t num_splits;
   int64_t num_tasks;       /* independent pieces of work in the main phase */
   int64_t workspace_bytes; /* memory above inputs and outputs */
-  int64_t standard_bytes;  /* what standard attention would need above inputs and outputs */
+  int64_t standard_bytes;  /* what standard attention would need above inputs and outputs; tw_memory has the details */
   double flops;            /* 4 b hq sq sk d forward (half when causal), 2.5 times that backward */
   double bytes_moved;      /* inputs read once and outputs written once */
 } tw_plan_info;
@@ -365,6 +366,81 @@ TW_API size_t tw_explain(const tw_problem* problem, const tw_target* target, cha
 
 /* The machine as the library sees it: CPU instruction sets (and their cap), caches, threads, GPUs. */
 TW_API size_t tw_machine_text(char* buffer, size_t capacity);
+
+/* ---- 9. Memory, before it is taken ------------------------------------------------------------------------ */
+
+/* Whose memory: of a forward problem (inference), or of a backward one, which stands for a training step (both passes).
+ * With several layers only attention is counted; weights and the rest of the model are the caller's. */
+typedef struct tw_memory_options {
+  uint32_t struct_size;     /* sizeof(tw_memory_options); set by tw_memory_options_init */
+  int32_t checkpointing;    /* 1: between the passes a layer keeps its input alone; its attention runs once more */
+  int64_t layers;           /* 1; they run one after another, training keeps what each saves, inference each one's k and v */
+  int64_t hidden_size;      /* columns of a layer's input, for checkpointing; 0 = num_heads_q * head_dim */
+  int64_t tensor_parallel;  /* 1; devices that share the heads */
+  int64_t context_parallel; /* 1; devices that share the rows of q, k, v; each gathers all keys of the layer at work */
+} tw_memory_options;
+
+TW_API void tw_memory_options_init(tw_memory_options* options);
+
+/* Bytes of one way to compute attention, on one device and for one layer, above inputs_bytes; total_bytes is for all. */
+typedef struct tw_memory_use {
+  int64_t outputs;            /* o, and lse where it is kept */
+  int64_t saved;              /* from the forward for the backward pass, beside q, k, v; Tilewise: o and lse */
+  int64_t gradients;          /* dout, dq, dk, dv, and those of the options */
+  int64_t workspace_forward;  /* what else is live at the forward pass's worst moment */
+  int64_t workspace_backward;
+  int64_t peak_forward;       /* above the inputs, at the worst moment */
+  int64_t peak_backward;      /* 0 for a forward problem */
+  int64_t total;              /* inputs and all layers at the worst moment: what has to fit */
+} tw_memory_use;
+
+typedef struct tw_memory_info {
+  uint32_t struct_size; /* sizeof(tw_memory_info) */
+  int32_t planned;      /* 1: Tilewise's workspace is that of plans; 0: no such GPU or no CUDA kernels here, so by formula */
+  int64_t inputs;       /* q, k, v and the tensors of the options */
+  int64_t layer_input;  /* what checkpointing keeps of a layer */
+  tw_memory_use standard;
+  tw_memory_use tiled;
+  double flops;                /* of the passes that the problem stands for */
+  double standard_bytes_moved; /* between the processor and memory, each matrix once per use */
+  double tiled_bytes_moved;    /* inputs once, outputs once */
+} tw_memory_info;
+
+TW_API tw_status tw_memory(const tw_problem* problem, const tw_memory_options* options, const tw_target* target,
+                           tw_memory_info* out); /* options NULL = defaults; set out->struct_size first */
+
+/* The largest "sq" (sk goes with it if it is equal; alone if sq is 1), "b" or "hq" (hk in proportion) whose total is at
+ * most `budget` bytes, for standard attention or for Tilewise; 0 if none is. */
+TW_API tw_status tw_memory_largest(const tw_problem* problem, const tw_memory_options* options, const tw_target* target,
+                                   int64_t budget, const char* key, int32_t standard, int64_t* out);
+
+/* The formulas with the numbers in them, tiles, traffic; with the name of a GPU of tw_gpu_at also what bounds its time. */
+TW_API size_t tw_memory_explain(const tw_problem* problem, const tw_memory_options* options, const tw_target* target,
+                                const char* gpu, char* buffer, size_t capacity);
+
+/* Attention of well-known models, and GPUs by their data sheets. */
+typedef struct tw_model {
+  uint32_t struct_size;
+  int32_t sink; /* 1: a learned logit in each denominator */
+  char name[32];
+  int64_t hidden_size, layers, num_heads_q, num_heads_k, head_dim, head_dim_v;
+  int64_t window;      /* tokens that a windowed layer sees; 0 = none */
+  int64_t layers_full; /* layers without the window */
+  double softcap;
+} tw_model;
+
+typedef struct tw_gpu {
+  uint32_t struct_size;
+  int32_t capability; /* 90 = sm_90 */
+  char name[32];
+  int64_t multiprocessors, memory_bytes, l2_bytes;
+  double memory_bytes_per_second, tensor_flops, vector_flops; /* per second; tensor: bfloat16, dense */
+} tw_gpu;
+
+TW_API int32_t tw_model_count(void);
+TW_API tw_status tw_model_at(int32_t index, tw_model* out); /* set out->struct_size first; TW_INVALID_ARGUMENT past the end */
+TW_API int32_t tw_gpu_count(void);
+TW_API tw_status tw_gpu_at(int32_t index, tw_gpu* out);
 
 #ifdef __cplusplus
 }

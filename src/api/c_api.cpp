@@ -9,6 +9,7 @@
 #include "api/kernels.h"
 #include "core/dropout.h"
 #include "core/dtype.h"
+#include "core/memory.h"
 #include "core/plan.h"
 #include "core/problem.h"
 #include "core/validate.h"
@@ -122,6 +123,27 @@ Status run_on_device(const Plan& plan, const tw_tensors& tensors, void* stream) 
   return plan.row->run(plan, tensors, workspace.get(), stream);
 }
 
+Status resolve_memory(const tw_problem* problem, const tw_memory_options* in, tw_memory_options* out) {
+  TW_RETURN_IF_ERROR(check_problem(problem, "problem"));
+  *out = in ? *in : default_memory_options();
+  if (out->struct_size != sizeof(tw_memory_options))
+    return invalid("options: struct_size ", out->struct_size, ", must be ", sizeof(tw_memory_options), " (call tw_memory_options_init)");
+  return Status();
+}
+
+// One row of a public table by number.
+template <class Row>
+tw_status row_at(std::span<const Row> rows, int32_t index, Row* out) {
+  return guarded([&]() -> Status {
+    TW_RETURN_IF_ERROR(require(out, "out"));
+    if (out->struct_size != sizeof(Row)) return invalid("out: struct_size ", out->struct_size, ", must be ", sizeof(Row));
+    if (index < 0 || index >= static_cast<int32_t>(rows.size()))
+      return invalid("index: ", index, ", must be in [0, ", rows.size(), ")");
+    *out = rows[static_cast<size_t>(index)];
+    return Status();
+  });
+}
+
 tw_status one_call(tw_pass pass, const tw_problem* options, const tw_tensors* tensors, const tw_target* target, void* stream) {
   return guarded([&]() -> Status {
     TW_RETURN_IF_ERROR(check_tensors(tensors));
@@ -186,6 +208,11 @@ size_t tw_struct_size(const char* name) {
   if (which == "tw_executor") return sizeof(tw_executor);
   if (which == "tw_plan_info") return sizeof(tw_plan_info);
   if (which == "tw_kernel_info") return sizeof(tw_kernel_info);
+  if (which == "tw_memory_options") return sizeof(tw_memory_options);
+  if (which == "tw_memory_use") return sizeof(tw_memory_use);
+  if (which == "tw_memory_info") return sizeof(tw_memory_info);
+  if (which == "tw_model") return sizeof(tw_model);
+  if (which == "tw_gpu") return sizeof(tw_gpu);
   return 0;
 }
 
@@ -409,5 +436,54 @@ size_t tw_machine_text(char* buffer, size_t capacity) {
     return text;
   });
 }
+
+void tw_memory_options_init(tw_memory_options* options) {
+  if (options != nullptr) *options = default_memory_options();
+}
+
+tw_status tw_memory(const tw_problem* problem, const tw_memory_options* options, const tw_target* target, tw_memory_info* out) {
+  return guarded([&]() -> Status {
+    tw_memory_options with;
+    TW_RETURN_IF_ERROR(resolve_memory(problem, options, &with));
+    TW_RETURN_IF_ERROR(require(out, "out"));
+    if (out->struct_size != sizeof(tw_memory_info))
+      return invalid("out: struct_size ", out->struct_size, ", must be ", sizeof(tw_memory_info));
+    Target where;
+    TW_RETURN_IF_ERROR(resolve_target(target, &where));
+    return memory_of(*problem, with, where, all_kernels(), out);
+  });
+}
+
+tw_status tw_memory_largest(const tw_problem* problem, const tw_memory_options* options, const tw_target* target, int64_t budget,
+                            const char* key, int32_t standard, int64_t* out) {
+  return guarded([&]() -> Status {
+    tw_memory_options with;
+    TW_RETURN_IF_ERROR(resolve_memory(problem, options, &with));
+    TW_RETURN_IF_ERROR(require(key, "key", out, "out"));
+    Target where;
+    TW_RETURN_IF_ERROR(resolve_target(target, &where));
+    return largest_that_fits(*problem, with, where, all_kernels(), budget, key, standard != 0, out);
+  });
+}
+
+size_t tw_memory_explain(const tw_problem* problem, const tw_memory_options* options, const tw_target* target, const char* gpu,
+                         char* buffer, size_t capacity) {
+  return guarded_text(buffer, capacity, [&]() -> std::string {
+    tw_memory_options with;
+    if (Status status = resolve_memory(problem, options, &with); !status.ok()) return status.message() + "\n";
+    Target where;
+    if (Status status = resolve_target(target, &where); !status.ok()) return status.message() + "\n";
+    const tw_gpu* found = nullptr;
+    for (const tw_gpu& known : gpus())
+      if (gpu != nullptr && std::string_view(gpu) == known.name) found = &known;
+    if (gpu != nullptr && found == nullptr) return concat("gpu \"", gpu, "\": not in the table of tw_gpu_at\n");
+    return explain_memory(*problem, with, where, all_kernels(), found);
+  });
+}
+
+int32_t tw_model_count(void) { return static_cast<int32_t>(models().size()); }
+tw_status tw_model_at(int32_t index, tw_model* out) { return row_at(models(), index, out); }
+int32_t tw_gpu_count(void) { return static_cast<int32_t>(gpus().size()); }
+tw_status tw_gpu_at(int32_t index, tw_gpu* out) { return row_at(gpus(), index, out); }
 
 }  // extern "C"

@@ -13,6 +13,7 @@ constexpr const char* kFooter =
     "  tilewise run --q q.npy --k k.npy --v v.npy --causal --out result\n"
     "  tilewise check \"fwd bf16 b=2 hq=8 hk=2 sq=300 d=64 causal\"\n"
     "  tilewise bench \"fwd f32 hq=16 sq=2048 d=64\" --standard\n"
+    "  tilewise memory --model llama3-8b --budget 24GiB\n"
     "  tilewise explain \"bwd f16 hq=8 sq=1024 d=128 window=256,0\"\n"
     "\nA problem is text: fwd|bwd, a dtype (f32 f16 bf16 f64), then key=value and flags: b (batch, default 1), hq and "
     "hk\n"
@@ -51,6 +52,7 @@ int main(int argc, char** argv) {
     add_run(app);
     add_check(app, &exit_status);
     add_bench(app);
+    add_memory(app, &exit_status);
     add_inspect(app);
     require_known_command(app, argc, argv);
     app.parse(argc, argv);

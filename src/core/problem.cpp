@@ -283,12 +283,4 @@ double bytes_moved(const tw_problem& p) {
   return p.pass == TW_FORWARD ? forward : forward + (q * (d + dv) + k * (d + dv)) * element;
 }
 
-int64_t standard_bytes(const tw_problem& p) {
-  const double scores = sequences(p) * static_cast<double>(p.num_heads_q) * static_cast<double>(p.seqlen_q) *
-                        static_cast<double>(p.seqlen_k);
-  const double element = static_cast<double>(dtype_size(p.dtype));
-  const double forward = scores * (element + 4 + element);
-  return static_cast<int64_t>(p.pass == TW_FORWARD ? forward : forward + 2 * scores * element);
-}
-
 }  // namespace tilewise

@@ -44,6 +44,5 @@ int64_t key_rows(const tw_problem& problem);    // per head: b * sk, or total_k
 // pair under a window; 2.5 times that backward. Lengths of packed sequences are taken as equal.
 double flops(const tw_problem& problem);
 double bytes_moved(const tw_problem& problem);       // inputs once, outputs once
-int64_t standard_bytes(const tw_problem& problem);   // scores, float32 softmax and probabilities; backward twice more
 
 }  // namespace tilewise

@@ -1,0 +1,196 @@
+#include "cli/memory_verify.h"
+
+#include <fmt/core.h>
+#include <malloc.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "cli/memory.h"
+#include "cli/standard_whole.h"
+#include "core/dtype.h"
+#include "harness/inputs.h"
+
+namespace tilewise::cli {
+namespace {
+
+constexpr double kRelative = 0.01;
+constexpr int64_t kAbsolute = int64_t{2} << 20;
+
+// What a child reports.
+struct Measured {
+  int64_t growth = -1;
+  char error[240] = "";
+};
+
+// In a process of its own, whose high-water mark is this measurement's alone.
+template <class F>
+int64_t in_child(F&& measure) {
+  int ends[2];
+  if (pipe(ends) != 0) throw Failure("pipe: cannot be made");
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child < 0) throw Failure("fork: no process can be made");
+  if (child == 0) {
+    close(ends[0]);
+    // Freed memory goes back to the system at once, and pages are 4 KiB: what is resident is what is allocated.
+    mallopt(M_MMAP_THRESHOLD, 64 << 10);
+    mallopt(M_TRIM_THRESHOLD, 64 << 10);
+    prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);
+    Measured result;
+    try {
+      result.growth = measure();
+    } catch (const std::exception& error) {
+      std::snprintf(result.error, sizeof result.error, "%s", error.what());
+    }
+    const bool written = write(ends[1], &result, sizeof result) == sizeof result;
+    _exit(written ? 0 : 1);
+  }
+  close(ends[1]);
+  Measured result;
+  const bool complete = read(ends[0], &result, sizeof result) == sizeof result;
+  close(ends[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  if (!complete) throw Failure("the measured process ended without a result (out of memory?)");
+  if (result.error[0] != 0) throw Failure(result.error);
+  if (result.growth < 0) throw Failure("/proc/self/status: this system does not say how much memory is resident");
+  return result.growth;
+}
+
+std::unique_ptr<harness::Inputs> make_inputs(const tw_problem& problem) {
+  std::unique_ptr<harness::Inputs> inputs;
+  std::string error;
+  const tw_status status = harness::Inputs::make(problem, {}, &inputs, &error);
+  if (status != TW_OK) throw Error(status, error);
+  return inputs;
+}
+
+int64_t elements(const tw_tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t dim = 0; dim < tensor.ndim; ++dim) count *= tensor.shape[dim];
+  return count;
+}
+
+// Memory for a tensor of the same shape, contiguous, not touched before the library does.
+struct Fresh {
+  tw_tensor tensor{};
+  std::unique_ptr<void, decltype(&std::free)> memory{nullptr, &std::free};
+
+  explicit Fresh(const tw_tensor* like) {
+    if (like == nullptr) return;
+    int64_t n[TW_MAX_DIMS] = {1, 1, 1, 1}, count = 1;
+    for (int32_t dim = 0; dim < like->ndim; ++dim) count *= n[dim] = like->shape[dim];
+    memory.reset(std::aligned_alloc(64, static_cast<size_t>(std::max<int64_t>((count * dtype_size(like->dtype) + 63) / 64 * 64, 64))));
+    if (!memory) throw std::bad_alloc();
+    tensor = tw_tensor_contiguous(memory.get(), static_cast<tw_dtype>(like->dtype), like->ndim, n[0], n[1], n[2], n[3]);
+  }
+  tw_tensor* get() { return memory ? &tensor : nullptr; }
+};
+
+tw_problem forward_of(const harness::Inputs& inputs) {
+  return inputs.problem().pass == TW_FORWARD ? inputs.problem() : inputs.forward_problem();
+}
+
+tw_tensors without_gradients(tw_tensors t) {
+  t.dout = t.dlse = nullptr;
+  t.dq = t.dk = t.dv = t.dbias = t.dalibi = t.dsink = nullptr;
+  return t;
+}
+
+// A small problem of the same kind first, so that threads, code and their pages are there before anything is counted.
+void warm_up(const tw_problem& problem, const tw_target& target) {
+  tw_problem small = problem;
+  if (small.q_layout != TW_DENSE || small.k_layout != TW_DENSE) return;
+  small.batch = std::min<int64_t>(small.batch, 2), small.seqlen_q = std::min<int64_t>(small.seqlen_q, 256);
+  small.seqlen_k = std::max<int64_t>(small.seqlen_q, std::min<int64_t>(small.seqlen_k, 256));
+  const auto inputs = make_inputs(small);
+  const tw_problem forward = forward_of(*inputs);
+  const tw_tensors all = inputs->tensors(), t = without_gradients(all);
+  detail::require(tw_forward(&forward, &t, &target, nullptr));
+  if (small.pass == TW_BACKWARD) detail::require(tw_backward(&small, &all, &target, nullptr));
+}
+
+int64_t measure_tilewise(const tw_problem& problem, bool backward, const tw_target& target) {
+  warm_up(problem, target);
+  const auto inputs = make_inputs(problem);
+  const tw_tensors given = inputs->tensors();
+  const tw_problem forward = forward_of(*inputs);
+  const PeakMemory peak;
+  Fresh o(given.o), lse(given.lse);
+  tw_tensors t = given;
+  t.o = o.get(), t.lse = lse.get();
+  const tw_tensors first = without_gradients(t);
+  detail::require(tw_forward(&forward, &first, &target, nullptr));
+  if (!backward) return peak.growth();
+  Fresh dout(given.dout), dq(given.dq), dk(given.dk), dv(given.dv), dbias(given.dbias);
+  std::memset(dout.tensor.data, 0x3c, static_cast<size_t>(elements(dout.tensor) * dtype_size(dout.tensor.dtype)));
+  t.dout = dout.get(), t.dq = dq.get(), t.dk = dk.get(), t.dv = dv.get();
+  if (given.dbias != nullptr) t.dbias = dbias.get();
+  detail::require(tw_backward(&problem, &t, &target, nullptr));
+  return peak.growth();
+}
+
+// Standard attention has to be attention: its o against Tilewise's.
+void require_same(const tw_problem& forward, const tw_tensors& given, const void* o, const tw_target& target) {
+  detail::require(tw_forward(&forward, &given, &target, nullptr));
+  const int64_t count = elements(*given.o);
+  const double bound = dtype_size(forward.dtype) < 4 ? 0.05 : 1e-4;
+  for (int64_t n = 0; n < count; ++n) {
+    const double a = load_element(o, forward.dtype, n), b = load_element(given.o->data, given.o->dtype, n);
+    if (!(std::fabs(a - b) <= bound))
+      throw Failure(fmt::format("o[{}] is {} by standard attention and {} by Tilewise: must agree within {}", n, a, b, bound));
+  }
+}
+
+int64_t measure_standard(const tw_problem& problem, bool backward, const tw_target& target) {
+  const auto inputs = make_inputs(problem);
+  const tw_tensors given = inputs->tensors();
+  const PeakMemory peak;
+  const WholeStandard out = run_whole_standard(problem, problem.pass == TW_BACKWARD, backward, given.q->data, given.k->data, given.v->data);
+  const int64_t growth = peak.growth();
+  require_same(forward_of(*inputs), without_gradients(given), out.o, target);
+  for (void* memory : {out.o, out.dq, out.dk, out.dv}) std::free(memory);
+  return growth;
+}
+
+}  // namespace
+
+double MemoryCheck::error() const {
+  return predicted == 0 ? 0 : static_cast<double>(measured - predicted) / static_cast<double>(predicted);
+}
+
+bool MemoryCheck::ok() const {
+  return std::llabs(measured - predicted) <= static_cast<int64_t>(kRelative * static_cast<double>(predicted)) + kAbsolute;
+}
+
+std::vector<MemoryCheck> verify_memory(const Problem& problem, int threads) {
+  const tw_problem& p = problem.c();
+  if (p.device == TW_CUDA)
+    throw UsageError("--verify: \"" + problem.text() + "\" is of a GPU; must be without cuda here (bench/python/memory_gpu.py measures there)");
+  const Target target = target_named("cpu", "", threads);
+  const tw_target where = target.c();
+  tw_memory_info info{};
+  info.struct_size = sizeof info;
+  detail::require(tw_memory(&p, nullptr, &where, &info));
+  std::vector<MemoryCheck> checks;
+  const bool training = p.pass == TW_BACKWARD, standard = refuse_whole_standard(p).empty();
+  const auto add = [&](const char* what, const char* pass, int64_t predicted, auto&& measure) {
+    checks.push_back({problem.text(), what, pass, predicted, in_child(measure)});
+  };
+  if (standard) add("standard", "forward", info.standard.peak_forward, [&] { return measure_standard(p, false, where); });
+  if (standard && training)
+    add("standard", "backward", std::max(info.standard.peak_forward, info.standard.peak_backward), [&] { return measure_standard(p, true, where); });
+  add("tilewise", "forward", info.tiled.peak_forward, [&] { return measure_tilewise(p, false, where); });
+  if (training)
+    add("tilewise", "backward", std::max(info.tiled.peak_forward, info.tiled.peak_backward), [&] { return measure_tilewise(p, true, where); });
+  return checks;
+}
+
+}  // namespace tilewise::cli
