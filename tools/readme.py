@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The parts of README.md that come from elsewhere: quoted code, the support table, measured numbers.
+"""The parts of README.md that come from elsewhere: quoted code, the support table, output of commands, measured numbers.
 
     tools/readme.py --check [--tilewise TOOL]      exit status 1, and what differs, if a part is not current
     tools/readme.py --write --tilewise TOOL        makes them current
@@ -8,6 +8,7 @@ Each part stands between two comments, <!-- begin KIND ARGUMENTS --> and <!-- en
 
     code FILE | FIRST | LAST   lines of FILE, from the one that begins with FIRST (spaces aside) to the next that does with LAST
     kernels                    `tilewise list --markdown`; a build without CUDA leaves CUDA's rows as they are
+    output COMMAND             what a `tilewise` command prints, as on a machine without a GPU
     numbers FILE...            a table of bench/results files, as `tilewise bench --json` writes them
     llama FILE                 the result of bench/python/llama_memory.py
     sdpa FILE                  the result of bench/python/sdpa.py
@@ -17,8 +18,10 @@ Each part stands between two comments, <!-- begin KIND ARGUMENTS --> and <!-- en
 import argparse
 import difflib
 import json
+import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -135,6 +138,14 @@ def overhead(file: str) -> str:
                  f"{beside['torch sdpa, forward and backward']:.1f} us.\n")
 
 
+def output(command: str, tool: str) -> str:
+  environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a plan for the GPU at hand would differ by a few bytes
+  name, *words = shlex.split(command)
+  if name != "tilewise":
+    sys.exit(f"readme: \"{command}\" is no tilewise command")
+  return f"```\n$ {command}\n{subprocess.run([tool, *words], check=True, capture_output=True, text=True, env=environment).stdout}```\n"
+
+
 def rendered(text: str, tool: str | None) -> str:
   def part(match: re.Match) -> str:
     kind, _, arguments = match.group(2).partition(" ")
@@ -142,6 +153,8 @@ def rendered(text: str, tool: str | None) -> str:
       body = code(arguments)
     elif kind == "kernels":
       body = kernels(match.group(3), tool) if tool else match.group(3)
+    elif kind == "output":
+      body = output(arguments, tool) if tool else match.group(3)
     elif kind == "numbers":
       body = numbers(arguments.split())
     elif kind == "llama":

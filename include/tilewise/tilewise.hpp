@@ -418,6 +418,35 @@ inline std::string machine() {
   return detail::text([](char* buffer, size_t capacity) { return tw_machine_text(buffer, capacity); });
 }
 
+// ---- 8. Memory ----------------------------------------------------------------------------------------------------
+
+inline tw_memory_options memory_options() {
+  tw_memory_options options;
+  tw_memory_options_init(&options);
+  return options;
+}
+
+// What a problem takes in memory, by standard attention and by Tilewise, without running it.
+inline tw_memory_info memory(const Problem& problem, const tw_memory_options& options, const Target& target = {}) {
+  tw_memory_info info{};
+  info.struct_size = sizeof info;
+  const tw_target where = target.c();
+  detail::require(tw_memory(&problem.c(), &options, &where, &info));
+  return info;
+}
+inline tw_memory_info memory(const Problem& problem, const Target& target = {}) {
+  return memory(problem, memory_options(), target);
+}
+
+// The formulas with the numbers in them; `gpu`: the name of one of tw_gpu_at, "" = none.
+inline std::string explain_memory(const Problem& problem, const tw_memory_options& options, const Target& target = {},
+                                  const std::string& gpu = "") {
+  const tw_target where = target.c();
+  return detail::text([&](char* buffer, size_t capacity) {
+    return tw_memory_explain(&problem.c(), &options, &where, gpu.empty() ? nullptr : gpu.c_str(), buffer, capacity);
+  });
+}
+
 inline std::string version() { return tw_version(); }
 
 }  // namespace tilewise::inline v0

@@ -6,7 +6,7 @@
 (1, 8, 2, 16)
 
 `attention`, `attention_varlen` (packed sequences), `attention_with_kvcache`, `attention_backward`, `softmax`,
-`merge_states` and `OnlineSoftmax` compute; `plan`, `explain`, `kernels` and `machine` tell what runs and why.
+`merge_states` and `OnlineSoftmax` compute; `plan`, `explain`, `kernels` and `machine` tell what runs and why, `memory` what it takes and what fits.
 `tilewise.torch` adds autograd, torch.compile and `sdpa`; `tilewise.integrations.transformers` and
 `tilewise.compat` connect what exists. Nothing imports torch or NumPy before the caller does.
 """
@@ -26,13 +26,14 @@ from ._api import (
     softmax,
 )
 from ._library import __version__, library_path
+from ._memory import Memory, gpus, memory, models
 from .errors import DeviceError, Error, InternalError, InvalidArgument, OutOfMemory, Unsupported
 from .online_softmax import OnlineSoftmax
 from .planning import Kernel, Plan, dropout_keep
 
 __all__ = [
     "attention", "attention_varlen", "attention_with_kvcache", "attention_backward", "softmax", "merge_states",
-    "OnlineSoftmax", "plan", "explain", "kernels", "machine", "dropout_keep", "Plan", "Kernel", "Error",
+    "OnlineSoftmax", "plan", "explain", "memory", "models", "gpus", "Memory", "kernels", "machine", "dropout_keep", "Plan", "Kernel", "Error",
     "InvalidArgument", "Unsupported", "OutOfMemory", "DeviceError", "InternalError", "library_path", "__version__",
 ]  # fmt: skip
 

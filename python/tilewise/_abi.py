@@ -60,6 +60,16 @@ PLAN_INFO = struct.Struct("@Ii64s128s4q2d")
 # struct_size, backend, pass, available, name[64], isa[32], summary[192]
 KERNEL_INFO = struct.Struct("@I3i64s32s192s")
 
+# struct_size, checkpointing, layers, hidden_size, tensor_parallel, context_parallel
+MEMORY_OPTIONS = struct.Struct("@Ii4q")
+# struct_size, planned, inputs, layer_input, tw_memory_use standard and tiled (8 each), flops, bytes moved by both
+MEMORY_USE = struct.Struct("@8q")
+MEMORY_INFO = struct.Struct("@Ii18q3d")
+# struct_size, sink, name[32], hidden_size .. layers_full, softcap
+MODEL = struct.Struct("@Ii32s8qd")
+# struct_size, capability, name[32], multiprocessors, memory_bytes, l2_bytes, memory_bytes_per_second, tensor_flops, vector_flops
+GPU = struct.Struct("@Ii32s3q3d")
+
 SIZES = {
     "tw_tensor": TENSOR.size,
     "tw_tensors": TENSORS.size,
@@ -67,6 +77,11 @@ SIZES = {
     "tw_target": TARGET.size,
     "tw_plan_info": PLAN_INFO.size,
     "tw_kernel_info": KERNEL_INFO.size,
+    "tw_memory_options": MEMORY_OPTIONS.size,
+    "tw_memory_use": MEMORY_USE.size,
+    "tw_memory_info": MEMORY_INFO.size,
+    "tw_model": MODEL.size,
+    "tw_gpu": GPU.size,
 }
 
 

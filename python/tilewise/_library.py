@@ -63,6 +63,13 @@ _SIGNATURES.update(
     tw_kernel_at=(c_int32, (c_int32, _P)),
     tw_explain=(c_size_t, (_P, _P, _P, c_size_t)),
     tw_machine_text=(c_size_t, (_P, c_size_t)),
+    tw_memory=(c_int32, (_P, _P, _P, _P)),
+    tw_memory_largest=(c_int32, (_P, _P, _P, c_int64, c_char_p, c_int32, _P)),
+    tw_memory_explain=(c_size_t, (_P, _P, _P, c_char_p, _P, c_size_t)),
+    tw_model_count=(c_int32, ()),
+    tw_model_at=(c_int32, (c_int32, _P)),
+    tw_gpu_count=(c_int32, ()),
+    tw_gpu_at=(c_int32, (c_int32, _P)),
 )
 
 

@@ -150,11 +150,7 @@ struct Row {
 };
 
 Row row_of(const Request& r, const Problem& problem, const tw_memory_options& options) {
-  Row row{problem, {}};
-  row.info.struct_size = sizeof row.info;
-  const tw_target target = r.target.c();
-  detail::require(tw_memory(&problem.c(), &options, &target, &row.info));
-  return row;
+  return {problem, memory(problem, options, r.target)};
 }
 
 int64_t peak(const tw_memory_use& use) { return std::max(use.peak_forward, use.peak_backward); }
@@ -206,11 +202,11 @@ std::string table_of_one(const Row& row, const tw_memory_options& options) {
   if (options.tensor_parallel * options.context_parallel > 1)
     text += fmt::format(", on each of {} devices", options.tensor_parallel * options.context_parallel);
   text += row.info.planned ? "" : "; CUDA workspace by formula, as no plan can be made here";
-  text += "\n\nMiB      ";
+  text += "\n\n         ";
   for (const Column& column : kColumns) text += fmt::format(" {:>13}", column.name);
   for (const auto& [name, use] : {std::pair{"standard", &row.info.standard}, std::pair{"Tilewise", &row.info.tiled}}) {
     text += fmt::format("\n{:<9}", name);
-    for (const Column& column : kColumns) text += fmt::format(" {:>13}", mebibytes(use->*column.member));
+    for (const Column& column : kColumns) text += fmt::format(" {:>13}", size_text(use->*column.member));
   }
   text += "\nratio    ";
   for (const Column& column : kColumns)
@@ -224,16 +220,19 @@ constexpr const char* kHeads[] = {"standard fwd", "standard bwd", "Tilewise fwd"
 
 std::vector<std::string> cells(const Row& row) {
   const tw_memory_use &standard = row.info.standard, &tiled = row.info.tiled;
-  return {mebibytes(standard.peak_forward), mebibytes(standard.peak_backward), mebibytes(tiled.peak_forward), mebibytes(tiled.peak_backward),
-          ratio_text(peak(standard), peak(tiled))};
+  std::vector<std::string> texts;
+  for (const tw_memory_use* use : {&standard, &tiled})
+    for (const int64_t bytes : {use->peak_forward, use->peak_backward}) texts.push_back(bytes < 1 << 20 ? size_text(bytes) : mebibytes(bytes) + " MiB");
+  texts.push_back(ratio_text(peak(standard), peak(tiled)));
+  return texts;
 }
 
 std::string table_of_many(const std::vector<Row>& rows) {
-  std::string text = "peak memory above the inputs, MiB\n";
-  for (const char* head : kHeads) text += fmt::format("{:>13} ", head);
+  std::string text = "peak memory above the inputs\n";
+  for (const char* head : kHeads) text += fmt::format("{:>15} ", head);
   text += " problem\n";
   for (const Row& row : rows) {
-    for (const std::string& cell : cells(row)) text += fmt::format("{:>13} ", cell);
+    for (const std::string& cell : cells(row)) text += fmt::format("{:>15} ", cell);
     text += " " + row.problem.text() + "\n";
   }
   return text;
@@ -241,7 +240,7 @@ std::string table_of_many(const std::vector<Row>& rows) {
 
 std::string markdown(const std::vector<Row>& rows) {
   std::string text = "| problem |";
-  for (const char* head : kHeads) text += std::string(" ") + head + (head == kHeads[4] ? " |" : ", MiB |");
+  for (const char* head : kHeads) text += std::string(" ") + head + " |";
   text += "\n|---|---|---|---|---|---|\n";
   for (const Row& row : rows) {
     text += "| `" + row.problem.text() + "` |";
@@ -419,13 +418,7 @@ void list_models() {
 }
 
 std::string explained(const Request& r, const Problem& problem) {
-  const tw_target target = r.target.c();
-  const auto ask = [&](char* buffer, size_t capacity) {
-    return tw_memory_explain(&problem.c(), &r.options, &target, r.gpu.empty() ? nullptr : r.gpu.c_str(), buffer, capacity);
-  };
-  std::string text(ask(nullptr, 0) + 1, 0);
-  text.resize(ask(text.data(), text.size()));
-  return text;
+  return explain_memory(problem, r.options, r.target, r.gpu);
 }
 
 void run(const Options& options, int* exit_status) {
@@ -445,7 +438,7 @@ void run(const Options& options, int* exit_status) {
     return print(options.format == "text" ? fits_text(r, fits, options.solve) : fits_other(fits, options.solve, r.budget, options.format));
   }
   if (options.explain) {
-    for (const Row& row : rows) row_of(r, row.problem, r.options), print(explained(r, row.problem));
+    for (const Row& row : rows) print(explained(r, row.problem));
     return;
   }
   if (options.format == "json") {

@@ -104,17 +104,19 @@ tw_tensors without_gradients(tw_tensors t) {
   return t;
 }
 
-// A small problem of the same kind first, so that threads, code and their pages are there before anything is counted.
+// Small problems of the same dtype first, so that threads, code and their pages are there before anything is counted.
 void warm_up(const tw_problem& problem, const tw_target& target) {
-  tw_problem small = problem;
-  if (small.q_layout != TW_DENSE || small.k_layout != TW_DENSE) return;
-  small.batch = std::min<int64_t>(small.batch, 2), small.seqlen_q = std::min<int64_t>(small.seqlen_q, 256);
-  small.seqlen_k = std::max<int64_t>(small.seqlen_q, std::min<int64_t>(small.seqlen_k, 256));
-  const auto inputs = make_inputs(small);
-  const tw_problem forward = forward_of(*inputs);
-  const tw_tensors all = inputs->tensors(), t = without_gradients(all);
-  detail::require(tw_forward(&forward, &t, &target, nullptr));
-  if (small.pass == TW_BACKWARD) detail::require(tw_backward(&small, &all, &target, nullptr));
+  const int64_t group = problem.num_heads_q / std::max<int64_t>(problem.num_heads_k, 1);
+  for (const int64_t queries : {int64_t{1}, int64_t{256}}) {
+    const std::string text = fmt::format("{} {} b=2 hq={} hk=2 sq={} sk=256 d={} dv={}{}", problem.pass == TW_FORWARD ? "fwd" : "bwd",
+                                         dtype_text(problem.dtype), 2 * group, queries, problem.head_dim, problem.head_dim_v, problem.causal ? " causal" : "");
+    const Problem small = parse_problem(text);
+    const auto inputs = make_inputs(small.c());
+    const tw_problem forward = forward_of(*inputs);
+    const tw_tensors all = inputs->tensors(), t = without_gradients(all);
+    detail::require(tw_forward(&forward, &t, &target, nullptr));
+    if (problem.pass == TW_BACKWARD) detail::require(tw_backward(&small.c(), &all, &target, nullptr));
+  }
 }
 
 int64_t measure_tilewise(const tw_problem& problem, bool backward, const tw_target& target) {
@@ -176,9 +178,7 @@ std::vector<MemoryCheck> verify_memory(const Problem& problem, int threads) {
     throw UsageError("--verify: \"" + problem.text() + "\" is of a GPU; must be without cuda here (bench/python/memory_gpu.py measures there)");
   const Target target = target_named("cpu", "", threads);
   const tw_target where = target.c();
-  tw_memory_info info{};
-  info.struct_size = sizeof info;
-  detail::require(tw_memory(&p, nullptr, &where, &info));
+  const tw_memory_info info = memory(problem, target);
   std::vector<MemoryCheck> checks;
   const bool training = p.pass == TW_BACKWARD, standard = refuse_whole_standard(p).empty();
   const auto add = [&](const char* what, const char* pass, int64_t predicted, auto&& measure) {

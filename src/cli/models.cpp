@@ -49,7 +49,7 @@ tw_model model_of_config(const std::string& path) {
   model.struct_size = sizeof model;
   const std::string type = config.value("model_type", "config");
   std::snprintf(model.name, sizeof model.name, "%s", type.c_str());
-  const auto key = [&](const char* name, const char* old) { return config.contains(name) ? name : old; };  // GPT-2's names
+  const auto key = [&](const char* name, const char* old) { return config.contains(old) ? old : name; };  // GPT-2's names
   model.hidden_size = integer(config, path, key("hidden_size", "n_embd"), -1);
   model.layers = integer(config, path, key("num_hidden_layers", "n_layer"), -1);
   model.num_heads_q = integer(config, path, key("num_attention_heads", "n_head"), -1);

@@ -20,6 +20,12 @@ PIN(status_internal, TW_INTERNAL == 5);
 PIN(dtype_numbers, TW_FLOAT32 == 0 && TW_FLOAT16 == 1 && TW_BFLOAT16 == 2 && TW_FLOAT64 == 3 && TW_INT32 == 4 &&
                        TW_INT64 == 5 && TW_BOOL == 6);
 
+PIN(memory_use_size, sizeof(tw_memory_use) == 8 * 8);
+PIN(memory_info_size, sizeof(tw_memory_info) == 8 + 2 * 8 + 2 * 64 + 3 * 8);
+PIN(memory_options_size, sizeof(tw_memory_options) == 8 + 4 * 8);
+PIN(model_size, sizeof(tw_model) == 8 + 32 + 9 * 8);
+PIN(gpu_size, sizeof(tw_gpu) == 8 + 32 + 6 * 8);
+
 static int failures = 0;
 static void expect(int condition, const char* what) {
   if (condition) return;
@@ -62,6 +68,35 @@ int main(void) {
   expect(tw_problem_text(&described, NULL, 0) == length, "length without a buffer");
   memset(text, 'x', sizeof text);
   expect(tw_problem_text(&described, text, 8) == length && strcmp(text, "fwd f32") == 0 && text[8] == 'x', "cut text ends in 0");
+
+  {
+    tw_memory_info memory;
+    tw_memory_options options;
+    tw_model model;
+    tw_gpu gpu;
+    int64_t most = -1;
+    memory.struct_size = sizeof memory;
+    expect(tw_memory(&described, NULL, NULL, &memory) == TW_OK && memory.inputs == 4 * (2 + 3 + 3) * 4, "tw_memory");
+    expect(memory.tiled.peak_forward > 0 && memory.tiled.peak_backward == 0 && memory.tiled.saved == 0, "a forward problem keeps nothing");
+    tw_memory_options_init(&options);
+    options.layers = 0;
+    expect(tw_memory(&described, &options, NULL, &memory) == TW_INVALID_ARGUMENT && strncmp(tw_last_error(), "layers 0", 8) == 0, "layers 0");
+    options.struct_size = 1;
+    expect(tw_memory(&described, &options, NULL, &memory) == TW_INVALID_ARGUMENT, "options of another version");
+    memory.struct_size = 1;
+    expect(tw_memory(&described, NULL, NULL, &memory) == TW_INVALID_ARGUMENT, "out of another version");
+    expect(tw_memory_largest(&described, NULL, NULL, 1 << 20, "b", 0, &most) == TW_OK && most > 1, "tw_memory_largest");
+    expect(tw_memory_largest(&described, NULL, NULL, 1 << 20, "x", 0, &most) == TW_INVALID_ARGUMENT, "key x");
+    expect(tw_memory_explain(&described, NULL, NULL, "H200", text, sizeof text) > 200, "tw_memory_explain");
+    tw_memory_explain(&described, NULL, NULL, "H999", text, sizeof text);
+    expect(strncmp(text, "gpu \"H999\": not in the table", 29) == 0, text);
+    model.struct_size = sizeof model;
+    gpu.struct_size = sizeof gpu;
+    expect(tw_model_count() > 0 && tw_model_at(0, &model) == TW_OK && model.layers > 0, "tw_model_at");
+    expect(tw_model_at(tw_model_count(), &model) == TW_INVALID_ARGUMENT, "past the last model");
+    expect(tw_gpu_count() > 0 && tw_gpu_at(0, &gpu) == TW_OK && gpu.multiprocessors > 0, "tw_gpu_at");
+    expect(tw_gpu_at(-1, &gpu) == TW_INVALID_ARGUMENT, "before the first GPU");
+  }
 
   tensors.v = NULL;
   expect(tw_forward(&problem, &tensors, NULL, NULL) == TW_INVALID_ARGUMENT, "v is NULL");

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import xml.etree.ElementTree
 
 TILEWISE = None
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -612,6 +613,102 @@ class Others(Case):
         self.assertNotIn("standard_samples", record["results"][1])
         for key in ("version", "date", "machine", "threads", "peaks"):
             self.assertIn(key, record)
+
+    def test_memory(self):
+        text = self.good("memory", "bwd bf16 cuda b=1 hq=16 sq=16384 d=64")
+        for word in ("standard", "Tilewise", "ratio", "64.2 GiB", "227.0 MiB", "saved", "peak bwd"):
+            self.assertIn(word, text)
+        record = json.loads(self.good("memory", "bwd bf16 cuda b=1 hq=16 sq=16384 d=64", "--format", "json"))
+        self.assertEqual(record["standard"]["peak_backward"], 65696 << 20)
+        self.assertEqual(record["tilewise"]["peak_backward"], 227 << 20)
+        self.assertEqual(record["inputs"], 96 << 20)
+        plan = json.loads(self.good("plan", "bwd f32 hq=2 sq=300 d=64", "--json", "--threads", "2"))
+        record = json.loads(self.good("memory", "bwd f32 hq=2 sq=300 d=64", "--format", "json", "--threads", "2"))
+        self.assertEqual(record["tilewise"]["workspace_backward"], plan["workspace_bytes"])
+        self.assertEqual(record["workspace_from"], "plan")
+
+    def test_memory_sweep(self):
+        sweep = ("memory", "bwd bf16 cuda hq=16 d=64", "--sweep", "sq=512..16384", "--svg", "chart.svg")
+        rows = json.loads(self.good(*sweep, "--format", "json"))
+        self.assertEqual([row["standard"]["peak_backward"] >> 20 for row in rows], [69, 266, 1044, 4136, 16464, 65696])
+        lines = self.good(*sweep, "--format", "csv").splitlines()
+        self.assertEqual(len(lines), 7)
+        self.assertEqual(len(lines[0].split(",")), len(lines[1].split(",")))
+        self.assertEqual(int(lines[6].split(",")[lines[0].split(",").index("tilewise_peak_bwd")]), 227 << 20)
+        self.assertEqual(self.good(*sweep, "--format", "markdown").count("\n| `bwd"), 6)
+        self.assertIn("sq=16384", self.good(*sweep))
+        chart = xml.etree.ElementTree.parse(self.path("chart.svg")).getroot()
+        words = "".join(chart.itertext())
+        for word in ("standard", "Tilewise", "64.2 GiB", "227 MiB", "16k", "sequence length"):
+            self.assertIn(word, words)
+        lines = chart.findall("{http://www.w3.org/2000/svg}polyline")
+        self.assertEqual([len(line.get("points").split()) for line in lines], [6, 6])
+        both = json.loads(self.good("memory", "bwd f32 cuda hq=16 sq=64 d=64", "--sweep", "dtype=f16,bf16", "--sweep", "d=64,128", "--format", "json"))
+        self.assertEqual([row["problem"].split()[1] + row["problem"].split()[-1] for row in both], ["f16d=64", "f16d=128", "bf16d=64", "bf16d=128"])
+
+    def test_memory_budget(self):
+        fits = json.loads(self.good("memory", "--model", "llama3-8b", "--budget", "24GiB", "--format", "json"))["largest"]
+        self.assertEqual(len(fits), 5)
+        for fit in fits:
+            self.assertGreater(fit["tilewise"], 5 * fit["standard"])
+        training = fits[1]
+        self.assertEqual(training["what"], "one layer, forward and backward")
+        for seqlen, inside in ((training["tilewise"], True), (training["tilewise"] + 1, False)):
+            record = json.loads(self.good("memory", "--model", "llama3-8b", "--seqlen", str(seqlen), "--format", "json"))
+            self.assertEqual(record["tilewise"]["total"] <= 24 << 30, inside)
+        self.assertIn("largest batch within 80.0 GiB", self.good("memory", "--model", "qwen3-8b", "--budget", "80GiB", "--solve", "b"))
+        self.assertIn("query heads", self.good("memory", "fwd bf16 cuda hq=8 hk=2 sq=4096 d=64", "--budget", "1GB", "--solve", "hq"))
+
+    def test_memory_of_a_configuration(self):
+        llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        config = self.write("config.json", json.dumps(llama).encode())
+        for more in ((), ("--layers", "all", "--checkpointing"), ("--decode", "--seqlen", "8192"), ("--tensor-parallel", "8", "--context-parallel", "2")):
+            self.assertEqual(self.good("memory", "--config", config, *more), self.good("memory", "--model", "llama3-8b", *more))
+        gemma = dict(llama, head_dim=256, sliding_window=4096, attn_logit_softcapping=50.0, layer_types=["sliding_attention", "full_attention"])
+        config = self.write("gemma.json", json.dumps({"model_type": "gemma", "text_config": gemma}).encode())
+        self.assertIn("d=256 causal softcap=50\n", self.good("memory", "--config", config))
+        self.assertIn("window=4095,0", self.good("memory", "--model", "mistral-7b"))
+        self.assertIn("dropout=0.1", self.good("memory", "--model", "mistral-7b", "--extra", "dropout=0.1"))
+        for name in ("llama3-70b", "gpt-oss-120b", "deepseek-v3", "H200", "B200"):
+            self.assertIn(name, self.good("memory", "--models"))
+
+    def test_memory_explained(self):
+        text = self.good("memory", "--model", "llama3-8b", "--seqlen", "8192", "--gpu", "RTX-4090", "--explain")
+        for word in ("2 x 1 x 32 x 8192 x 8192", "P * dP", "FLOPs 1.924e+12", "traffic", "RTX-4090", "bound by bytes", "bound by arithmetic", "does not fit"):
+            self.assertIn(word, text)
+        self.assertIn("block", self.good("memory", "fwd f32 hq=4 sq=512 d=64", "--explain"))
+
+    def test_memory_verified(self):
+        problems = ("bwd f32 hq=2 sq=1024 d=64 causal", "bwd bf16 hq=4 hk=2 sq=768 d=64 dropout=0.1", "fwd f16 b=2 hq=2 sq=1024 d=128 softcap=20", "bwd f16 hq=2 sq=512 sk=1024 d=64 window=100,50", "fwd bf16 b=2 hq=8 hk=2 sq=1 sk=1024 d=64 pages=128x16 seqused_k causal")
+        record = json.loads(self.good("memory", *problems, "--verify", "--format", "json", "--threads", "2"))
+        self.assertEqual((record["failed"], len(record["checks"])), (0, 4 + 4 + 2 + 4 + 1))
+        for check in record["checks"]:
+            self.assertLessEqual(abs(check["measured"] - check["predicted"]), 0.01 * check["predicted"] + (2 << 20), check)
+            self.assertGreater(check["measured"], 0)
+        large = [check for check in record["checks"] if check["predicted"] > 16 << 20]
+        self.assertGreater(len(large), 5)  # where 2 MiB would not hide a wrong matrix
+        self.assertIn("15 within 1 % and 2 MiB, 0 beyond", self.good("memory", *problems, "--verify"))
+
+    def test_memory_errors(self):
+        self.bad("memory", words=["problem", "--model"])
+        self.bad("memory", "fwd f32 hq=1", words=["sq="])
+        self.bad("memory", "--model", "llama9", words=["--model", "llama9", "llama3-8b"])
+        self.bad("memory", "--config", "missing.json", words=["--config", "missing.json"])
+        self.bad("memory", "--config", self.write("list.json", b"[1]"), words=["--config", "list.json", "no JSON object"])
+        self.bad("memory", "--config", self.write("no.json", b"{"), words=["--config", "no.json"])
+        self.bad("memory", "--config", self.write("less.json", b'{"hidden_size": 64}'), words=["less.json", "num_hidden_layers"])
+        self.bad("memory", "--config", self.write("odd.json", b'{"hidden_size": "x"}'), words=["odd.json", "hidden_size", "integer"])
+        self.bad("memory", "--model", "llama3-8b", "--config", "x", words=["--model", "--config"])
+        self.bad("memory", "--model", "llama3-8b", "--seqlen", "0", words=["--seqlen", "0"])
+        self.bad("memory", "--model", "llama3-8b", "--budget", "lots", words=["--budget", "lots", "24GiB"])
+        self.bad("memory", "--model", "llama3-8b", "--gpu", "H999", words=["--gpu", "H999", "H200"])
+        self.bad("memory", "--model", "llama3-8b", "--tensor-parallel", "3", words=["tensor_parallel 3", "32"])
+        self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--layers", "all", words=["--layers", "all"])
+        self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--sweep", "sq", words=["--sweep", "sq", "FIRST..LAST"])
+        self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--sweep", "sq=8..4", words=["--sweep", "sq=8..4"])
+        self.bad("memory", "fwd bf16 cuda hq=1 sq=8 d=8", "--verify", words=["--verify", "cuda"])
+        self.bad("memory", "fwd f32 cuda hq=1 sq=8 d=8", words=["f32", "f16 and bf16"])
+        self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--svg", "no/such/folder.svg", words=["--svg", "no/such/folder.svg"])
 
     def test_errors(self):
         self.bad(words=["subcommand"])
