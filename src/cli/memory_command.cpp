@@ -1,4 +1,5 @@
-// tilewise memory: what attention takes, what fits, and whether that is so. The model itself is the library's (tw_memory).
+// tilewise memory: what attention takes, what fits, and whether that is so. The model itself is the library's
+// (tw_memory).
 #include <fmt/core.h>
 
 #include <cmath>
@@ -29,7 +30,8 @@ int64_t bytes_of(const std::string& flag, const std::string& text) {  // "24GiB"
   constexpr struct {
     const char* name;
     double bytes;
-  } kUnits[] = {{"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"kB", 1e3}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"B", 1}};
+  } kUnits[] = {{"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"kB", 1e3},
+                {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12},    {"B", 1}};
   std::string number = text;
   double unit = 1;
   for (const auto& known : kUnits)
@@ -66,7 +68,8 @@ std::pair<std::string, std::vector<std::string>> sweep_of(const std::string& tex
   const std::string key = text.substr(0, equals);
   std::vector<std::string> values;
   if (dots == std::string::npos) return {key, split(text.substr(equals + 1), ',')};
-  const int64_t first = count_of("--sweep", text.substr(equals + 1, dots - equals - 1)), last = count_of("--sweep", text.substr(dots + 2));
+  const int64_t first = count_of("--sweep", text.substr(equals + 1, dots - equals - 1)),
+                last = count_of("--sweep", text.substr(dots + 2));
   if (first > last) throw UsageError("--sweep: \"" + text + "\": the first value must not be above the last");
   for (int64_t value = first; value <= last; value *= 2) values.push_back(std::to_string(value));
   return {key, values};
@@ -129,8 +132,9 @@ Request request_of(const Options& o) {
     if (!r.gpu.empty() && (" " + text + " ").find(" cuda ") == std::string::npos) text += " cuda";
   }
   r.options.layers = o.layers != "all" ? count_of("--layers", o.layers)
-                     : r.model.name[0] ? r.model.layers
-                                       : throw UsageError("--layers: \"all\": must be an integer without --model and --config");
+                     : r.model.name[0]
+                         ? r.model.layers
+                         : throw UsageError("--layers: \"all\": must be an integer without --model and --config");
   for (const std::string& text : o.sweeps) {
     const auto [key, values] = sweep_of(text);
     std::vector<std::string> more;
@@ -154,15 +158,21 @@ Row row_of(const Request& r, const Problem& problem, const tw_memory_options& op
 }
 
 int64_t peak(const tw_memory_use& use) { return std::max(use.peak_forward, use.peak_backward); }
-double ratio(int64_t standard, int64_t tiled) { return tiled > 0 ? static_cast<double>(standard) / static_cast<double>(tiled) : 0; }
+double ratio(int64_t standard, int64_t tiled) {
+  return tiled > 0 ? static_cast<double>(standard) / static_cast<double>(tiled) : 0;
+}
 std::string mebibytes(int64_t bytes) { return fmt::format("{:.1f}", static_cast<double>(bytes) / 0x1p20); }
 std::string size_text(int64_t bytes) { return bytes_text(static_cast<double>(bytes)); }
 
 Json json_of(const tw_memory_use& use) {
-  return {{"outputs", use.outputs},           {"saved", use.saved},
-          {"gradients", use.gradients},       {"workspace_forward", use.workspace_forward},
-          {"workspace_backward", use.workspace_backward}, {"peak_forward", use.peak_forward},
-          {"peak_backward", use.peak_backward},           {"total", use.total}};
+  return {{"outputs", use.outputs},
+          {"saved", use.saved},
+          {"gradients", use.gradients},
+          {"workspace_forward", use.workspace_forward},
+          {"workspace_backward", use.workspace_backward},
+          {"peak_forward", use.peak_forward},
+          {"peak_backward", use.peak_backward},
+          {"total", use.total}};
 }
 
 Json json_of(const Row& row) {
@@ -198,7 +208,8 @@ std::string ratio_text(int64_t standard, int64_t tiled) {
 
 std::string table_of_one(const Row& row, const tw_memory_options& options) {
   std::string text = fmt::format("problem  {}\ninputs   {}", row.problem.text(), size_text(row.info.inputs));
-  if (options.layers > 1) text += fmt::format(" a layer, {} layers{}", options.layers, options.checkpointing ? ", checkpointing" : "");
+  if (options.layers > 1)
+    text += fmt::format(" a layer, {} layers{}", options.layers, options.checkpointing ? ", checkpointing" : "");
   if (options.tensor_parallel * options.context_parallel > 1)
     text += fmt::format(", on each of {} devices", options.tensor_parallel * options.context_parallel);
   text += row.info.planned ? "" : "; CUDA workspace by formula, as no plan can be made here";
@@ -222,7 +233,8 @@ std::vector<std::string> cells(const Row& row) {
   const tw_memory_use &standard = row.info.standard, &tiled = row.info.tiled;
   std::vector<std::string> texts;
   for (const tw_memory_use* use : {&standard, &tiled})
-    for (const int64_t bytes : {use->peak_forward, use->peak_backward}) texts.push_back(bytes < 1 << 20 ? size_text(bytes) : mebibytes(bytes) + " MiB");
+    for (const int64_t bytes : {use->peak_forward, use->peak_backward})
+      texts.push_back(bytes < 1 << 20 ? size_text(bytes) : mebibytes(bytes) + " MiB");
   texts.push_back(ratio_text(peak(standard), peak(tiled)));
   return texts;
 }
@@ -260,8 +272,10 @@ std::string csv(const std::vector<Row>& rows) {
     }
   text += "\n";
   for (const Row& row : rows) {
-    text += fmt::format("{},{},{}", row.problem.text().find(',') == std::string::npos ? row.problem.text() : "\"" + row.problem.text() + "\"",
-                        row.info.planned ? "plan" : "formula", row.info.inputs);
+    text += fmt::format(
+        "{},{},{}",
+        row.problem.text().find(',') == std::string::npos ? row.problem.text() : "\"" + row.problem.text() + "\"",
+        row.info.planned ? "plan" : "formula", row.info.inputs);
     for (const tw_memory_use* use : {&row.info.standard, &row.info.tiled})
       for (const Column& column : kColumns) text += fmt::format(",{}", use->*column.member);
     text += "\n";
@@ -279,8 +293,10 @@ std::string chart_of(const std::vector<Row>& rows, int64_t budget) {
       if (get(row) != get(rows.front())) return true;
     return false;
   };
-  const bool dtypes = varies([](const Row& r) { return r.problem.c().dtype; }), dims = varies([](const Row& r) { return r.problem.c().head_dim; });
-  const bool passes = varies([](const Row& r) { return r.problem.c().pass; }), batches = varies([](const Row& r) { return r.problem.c().batch; });
+  const bool dtypes = varies([](const Row&r) { return r.problem.c().dtype; }),
+             dims = varies([](const Row&r) { return r.problem.c().head_dim; });
+  const bool passes = varies([](const Row&r) { return r.problem.c().pass; }),
+             batches = varies([](const Row&r) { return r.problem.c().batch; });
   for (const Row& row : rows) {
     const tw_problem& p = row.problem.c();
     std::string name;
@@ -292,17 +308,24 @@ std::string chart_of(const std::vector<Row>& rows, int64_t budget) {
     if (group == groups.end()) group = groups.insert(groups.end(), {name, {}});
     group->second.push_back(&row);
   }
-  if (groups.size() > 4) throw UsageError(fmt::format("--svg: {} pairs of lines: must be at most 4 to be told apart", groups.size()));
+  if (groups.size() > 4)
+    throw UsageError(fmt::format("--svg: {} pairs of lines: must be at most 4 to be told apart", groups.size()));
   const tw_problem& p = rows.front().problem.c();
   Chart chart;
-  chart.title = p.pass == TW_FORWARD && !passes ? "Memory of attention, forward" : "Memory of attention, forward and backward";
+  chart.title =
+      p.pass == TW_FORWARD && !passes ? "Memory of attention, forward" : "Memory of attention, forward and backward";
   chart.subtitle = fmt::format("peak above the inputs: batch {}, {} heads{}, head dim {}, {}", p.batch, p.num_heads_q,
-                               p.num_heads_k != p.num_heads_q ? fmt::format(" over {} key heads", p.num_heads_k) : "", p.head_dim, dtype_text(p.dtype));
+                               p.num_heads_k != p.num_heads_q ? fmt::format(" over {} key heads", p.num_heads_k) : "",
+                               p.head_dim, dtype_text(p.dtype));
   chart.x_label = "sequence length (tokens)";
   chart.limit = static_cast<double>(budget), chart.limit_name = "budget " + size_text(budget);
   for (const bool standard : {true, false})
     for (size_t n = 0; n < groups.size(); ++n) {
-      Series line{std::string(standard ? "standard" : "Tilewise") + groups[n].first, standard ? kRed[n] : kBlue[n], {}, {}, false};
+      Series line{std::string(standard ? "standard" : "Tilewise") + groups[n].first,
+                  standard ? kRed[n] : kBlue[n],
+                  {},
+                  {},
+                  false};
       for (const Row* row : groups[n].second) {
         line.x.push_back(static_cast<double>(std::max(row->problem.c().seqlen_q, row->problem.c().seqlen_k)));
         line.y.push_back(static_cast<double>(peak(standard ? row->info.standard : row->info.tiled)));
@@ -350,22 +373,30 @@ std::vector<Fit> fits_of(const Request& r, const std::string& key) {
 
 std::string fits_text(const Request& r, const std::vector<Fit>& fits, const std::string& key) {
   const char* name = key == "sq" ? "sequence length" : key == "b" ? "batch" : "number of query heads";
-  std::string text = r.model.name[0] ? fmt::format("model    {}: attention alone, without weights\n", r.model.name) : "";
-  text += fmt::format("problem  {}\nlargest {} within {}\n\n{:<42} {:>12} {:>12} {:>8}\n", r.texts.front(), name, size_text(r.budget), "", "standard", "Tilewise", "ratio");
-  for (const Fit& fit : fits) text += fmt::format("{:<42} {:>12} {:>12} {:>8}\n", fit.what, fit.standard, fit.tiled, ratio_text(fit.tiled, fit.standard));
+  std::string text =
+      r.model.name[0] ? fmt::format("model    {}: attention alone, without weights\n", r.model.name) : "";
+  text += fmt::format("problem  {}\nlargest {} within {}\n\n{:<42} {:>12} {:>12} {:>8}\n", r.texts.front(), name,
+                      size_text(r.budget), "", "standard", "Tilewise", "ratio");
+  for (const Fit& fit : fits)
+    text += fmt::format("{:<42} {:>12} {:>12} {:>8}\n", fit.what, fit.standard, fit.tiled,
+                        ratio_text(fit.tiled, fit.standard));
   return text;
 }
 
-std::string fits_other(const std::vector<Fit>& fits, const std::string& key, int64_t budget, const std::string& format) {
+std::string fits_other(const std::vector<Fit>& fits, const std::string& key, int64_t budget,
+                       const std::string& format) {
   if (format == "json") {
     Json json = {{"budget", budget}, {"key", key}, {"largest", Json::array()}};
-    for (const Fit& fit : fits) json["largest"].push_back({{"what", fit.what}, {"problem", fit.problem}, {"standard", fit.standard}, {"tilewise", fit.tiled}});
+    for (const Fit& fit : fits)
+      json["largest"].push_back(
+          {{"what", fit.what}, {"problem", fit.problem}, {"standard", fit.standard}, {"tilewise", fit.tiled}});
     return json.dump(2) + "\n";
   }
   const bool csv = format == "csv";
   std::string text = csv ? "what,standard,tilewise\n" : "| | standard | Tilewise |\n|---|---|---|\n";
   for (const Fit& fit : fits)
-    text += csv ? fmt::format("\"{}\",{},{}\n", fit.what, fit.standard, fit.tiled) : fmt::format("| {} | {} | {} |\n", fit.what, fit.standard, fit.tiled);
+    text += csv ? fmt::format("\"{}\",{},{}\n", fit.what, fit.standard, fit.tiled)
+                : fmt::format("| {} | {} | {} |\n", fit.what, fit.standard, fit.tiled);
   return text;
 }
 
@@ -379,40 +410,59 @@ bool verify(const Request& r, const std::string& format) {
   size_t failed = 0;
   for (const MemoryCheck& check : checks) failed += !check.ok();
   if (format == "json") {
-    Json json = {{"tool", "tilewise memory --verify"}, {"version", version()}, {"date", date_text()}, {"machine", machine()}, {"threads", threads},
-                 {"method", "each part in a process of its own; growth of VmHWM above q, k, v; freed memory returned at once, 4 KiB pages; "
-                            "backward: both passes in one process"},
-                 {"bound", "1 % and 2 MiB"}, {"failed", failed}, {"checks", Json::array()}};
+    Json json = {{"tool", "tilewise memory --verify"},
+                 {"version", version()},
+                 {"date", date_text()},
+                 {"machine", machine()},
+                 {"threads", threads},
+                 {"method",
+                  "each part in a process of its own; growth of VmHWM above q, k, v; freed memory returned at once, 4 "
+                  "KiB pages; "
+                  "backward: both passes in one process"},
+                 {"bound", "1 % and 2 MiB"},
+                 {"failed", failed},
+                 {"checks", Json::array()}};
     for (const MemoryCheck& check : checks)
-      json["checks"].push_back({{"problem", check.problem}, {"what", check.what}, {"pass", check.pass}, {"predicted", check.predicted},
-                                {"measured", check.measured}, {"error", check.error()}, {"ok", check.ok()}});
+      json["checks"].push_back({{"problem", check.problem},
+                                {"what", check.what},
+                                {"pass", check.pass},
+                                {"predicted", check.predicted},
+                                {"measured", check.measured},
+                                {"error", check.error()},
+                                {"ok", check.ok()}});
     print(json.dump(1) + "\n");
     return failed == 0;
   }
-  std::string text = fmt::format("{:>12} {:>12} {:>8}       {:<9} {:<9} {}\n", "predicted", "measured", "error", "", "peak", "problem");
+  std::string text = fmt::format("{:>12} {:>12} {:>8}       {:<9} {:<9} {}\n", "predicted", "measured", "error", "",
+                                 "peak", "problem");
   for (const MemoryCheck& check : checks)
-    text += fmt::format("{:>8} MiB {:>8} MiB {:>+7.2f}% {:>5} {:<9} {:<9} {}\n", mebibytes(check.predicted), mebibytes(check.measured), 100 * check.error(),
-                        check.ok() ? "ok" : "FAIL", check.what, check.pass, check.problem);
+    text += fmt::format("{:>8} MiB {:>8} MiB {:>+7.2f}% {:>5} {:<9} {:<9} {}\n", mebibytes(check.predicted),
+                        mebibytes(check.measured), 100 * check.error(), check.ok() ? "ok" : "FAIL", check.what,
+                        check.pass, check.problem);
   print(text + fmt::format("{} within 1 % and 2 MiB, {} beyond\n", checks.size() - failed, failed));
   return failed == 0;
 }
 
 void list_models() {
-  std::string text = fmt::format("{:<16} {:>7} {:>7} {:>4} {:>4} {:>4} {:>4} {:>7} {:>12} {:>8} {}\n", "model", "hidden", "layers", "hq", "hk", "d", "dv", "window", "without it", "softcap", "sink");
+  std::string text = fmt::format("{:<16} {:>7} {:>7} {:>4} {:>4} {:>4} {:>4} {:>7} {:>12} {:>8} {}\n", "model",
+                                 "hidden", "layers", "hq", "hk", "d", "dv", "window", "without it", "softcap", "sink");
   for (int32_t n = 0; n < tw_model_count(); ++n) {
     tw_model m{};
     m.struct_size = sizeof m;
     detail::require(tw_model_at(n, &m));
-    text += fmt::format("{:<16} {:>7} {:>7} {:>4} {:>4} {:>4} {:>4} {:>7} {:>12} {:>8} {}\n", m.name, m.hidden_size, m.layers, m.num_heads_q, m.num_heads_k, m.head_dim,
-                        m.head_dim_v, m.window, m.layers_full, m.softcap, m.sink ? "yes" : "no");
+    text += fmt::format("{:<16} {:>7} {:>7} {:>4} {:>4} {:>4} {:>4} {:>7} {:>12} {:>8} {}\n", m.name, m.hidden_size,
+                        m.layers, m.num_heads_q, m.num_heads_k, m.head_dim, m.head_dim_v, m.window, m.layers_full,
+                        m.softcap, m.sink ? "yes" : "no");
   }
-  text += fmt::format("\n{:<10} {:>5} {:>4} {:>10} {:>10} {:>15} {:>15}\n", "GPU", "sm", "SMs", "memory GB", "GB/s", "bf16 TFLOP/s", "f32 TFLOP/s");
+  text += fmt::format("\n{:<10} {:>5} {:>4} {:>10} {:>10} {:>15} {:>15}\n", "GPU", "sm", "SMs", "memory GB", "GB/s",
+                      "bf16 TFLOP/s", "f32 TFLOP/s");
   for (int32_t n = 0; n < tw_gpu_count(); ++n) {
     tw_gpu g{};
     g.struct_size = sizeof g;
     detail::require(tw_gpu_at(n, &g));
-    text += fmt::format("{:<10} {:>5} {:>4} {:>10.0f} {:>10.0f} {:>15.1f} {:>15.1f}\n", g.name, g.capability, g.multiprocessors, static_cast<double>(g.memory_bytes) * 1e-9,
-                        g.memory_bytes_per_second * 1e-9, g.tensor_flops * 1e-12, g.vector_flops * 1e-12);
+    text += fmt::format("{:<10} {:>5} {:>4} {:>10.0f} {:>10.0f} {:>15.1f} {:>15.1f}\n", g.name, g.capability,
+                        g.multiprocessors, static_cast<double>(g.memory_bytes) * 1e-9, g.memory_bytes_per_second * 1e-9,
+                        g.tensor_flops * 1e-12, g.vector_flops * 1e-12);
   }
   print(text);
 }
@@ -435,7 +485,8 @@ void run(const Options& options, int* exit_status) {
   if (!options.svg.empty()) write_text(options.svg, chart_of(rows, r.budget));
   if (r.budget > 0 && options.sweeps.empty()) {
     const std::vector<Fit> fits = fits_of(r, options.solve);
-    return print(options.format == "text" ? fits_text(r, fits, options.solve) : fits_other(fits, options.solve, r.budget, options.format));
+    return print(options.format == "text" ? fits_text(r, fits, options.solve)
+                                          : fits_other(fits, options.solve, r.budget, options.format));
   }
   if (options.explain) {
     for (const Row& row : rows) print(explained(r, row.problem));
@@ -469,29 +520,46 @@ void add_memory(CLI::App& app, int* exit_status) {
       "A \"fwd\" problem stands for inference, a \"bwd\" one for training: forward and backward.");
   command->add_option("problem", o->problems, "Problem texts")->type_name("PROBLEM");
   add_text(command, "--cases", o->cases, "FILE", "Problem texts, one a line");
-  CLI::Option* model = add_text(command, "--model", o->model, "NAME", "Attention of a known model; --models lists them");
+  CLI::Option* model =
+      add_text(command, "--model", o->model, "NAME", "Attention of a known model; --models lists them");
   add_text(command, "--config", o->config, "FILE", "Attention of a Hugging Face config.json")->excludes(model);
   command->add_flag("--models", o->models, "List models and GPUs");
-  add_text(command, "--seqlen", o->seqlen, "N", "Of a model: tokens; with --decode, keys in the cache")->capture_default_str();
+  add_text(command, "--seqlen", o->seqlen, "N", "Of a model: tokens; with --decode, keys in the cache")
+      ->capture_default_str();
   add_text(command, "--batch", o->batch, "N", "Of a model: sequences")->capture_default_str();
-  add_text(command, "--dtype", o->dtype, "NAME", "Of a model: f32, f16, bf16")->capture_default_str()->check(CLI::IsMember({"f32", "f16", "bf16"}));
-  add_text(command, "--pass", o->pass, "NAME", "Of a model: fwd (inference) or bwd (training)")->capture_default_str()->check(CLI::IsMember({"fwd", "bwd"}));
-  add_text(command, "--device", o->device, "NAME", "Of a model: cuda or cpu")->capture_default_str()->check(CLI::IsMember({"cuda", "cpu"}));
+  add_text(command, "--dtype", o->dtype, "NAME", "Of a model: f32, f16, bf16")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"f32", "f16", "bf16"}));
+  add_text(command, "--pass", o->pass, "NAME", "Of a model: fwd (inference) or bwd (training)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"fwd", "bwd"}));
+  add_text(command, "--device", o->device, "NAME", "Of a model: cuda or cpu")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"cuda", "cpu"}));
   command->add_flag("--decode", o->decode, "Of a model: one query a sequence against a KV cache");
-  add_text(command, "--extra", o->extra, "TEXT", "More settings for every problem, as in \"dropout=0.1 deterministic\"");
-  command->add_option("--sweep", o->sweeps, "KEY=FIRST..LAST, doubling, or KEY=A,B,C; keys of a problem, and dtype")->type_name("SWEEP");
+  add_text(command, "--extra", o->extra, "TEXT",
+           "More settings for every problem, as in \"dropout=0.1 deterministic\"");
+  command->add_option("--sweep", o->sweeps, "KEY=FIRST..LAST, doubling, or KEY=A,B,C; keys of a problem, and dtype")
+      ->type_name("SWEEP");
   add_text(command, "--layers", o->layers, "N", "Layers, or all of a model's")->capture_default_str();
   command->add_flag("--checkpointing", o->checkpointing, "Layers keep their input alone and run forward twice");
-  add_text(command, "--tensor-parallel", o->tensor_parallel, "N", "Devices that share the heads")->capture_default_str();
-  add_text(command, "--context-parallel", o->context_parallel, "N", "Devices that share the rows of q, k and v")->capture_default_str();
+  add_text(command, "--tensor-parallel", o->tensor_parallel, "N", "Devices that share the heads")
+      ->capture_default_str();
+  add_text(command, "--context-parallel", o->context_parallel, "N", "Devices that share the rows of q, k and v")
+      ->capture_default_str();
   add_text(command, "--budget", o->budget, "SIZE", "Find the largest that fits, as in 24GiB or 80GB");
-  add_text(command, "--solve", o->solve, "KEY", "What to enlarge: sq, b or hq")->capture_default_str()->check(CLI::IsMember({"sq", "b", "hq"}));
+  add_text(command, "--solve", o->solve, "KEY", "What to enlarge: sq, b or hq")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"sq", "b", "hq"}));
   add_text(command, "--gpu", o->gpu, "NAME", "With --explain: what bounds the time on a GPU of --models");
-  add_text(command, "--format", o->format, "NAME", "text, json, csv or markdown")->capture_default_str()->check(CLI::IsMember({"text", "json", "csv", "markdown"}));
+  add_text(command, "--format", o->format, "NAME", "text, json, csv or markdown")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"text", "json", "csv", "markdown"}));
   add_text(command, "--svg", o->svg, "FILE", "Draw peak memory over the sequence length");
   command->add_flag("--explain", o->explain, "Show the formulas with the numbers in them, tiles, traffic and FLOPs");
   command->add_flag("--verify", o->verify, "Run it on this CPU and compare; exit status 1 beyond 1 % and 2 MiB");
-  add_text(command, "--threads", o->threads, "N", "Threads (default: the library's); the CPU's workspace grows with them");
+  add_text(command, "--threads", o->threads, "N",
+           "Threads (default: the library's); the CPU's workspace grows with them");
   command->callback([o, exit_status] { run(*o, exit_status); });
 }
 

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <tuple>
 
 #include "cli/memory.h"
 #include "cli/standard_whole.h"
@@ -69,6 +70,12 @@ std::unique_ptr<harness::Inputs> make_inputs(const tw_problem& problem) {
   std::string error;
   const tw_status status = harness::Inputs::make(problem, {}, &inputs, &error);
   if (status != TW_OK) throw Error(status, error);
+  // Packed sequences as long as may be: workspace for rows of no sequence would not be touched.
+  const tw_tensors t = inputs->tensors();
+  for (const auto& [lengths, longest, total] :
+       {std::tuple{t.cu_seqlens_q, problem.seqlen_q, problem.total_q}, std::tuple{t.cu_seqlens_k, problem.seqlen_k, problem.total_k}})
+    for (int64_t n = 0; lengths != nullptr && n <= problem.batch; ++n)
+      static_cast<int32_t*>(lengths->data)[n * lengths->stride[0]] = static_cast<int32_t>(std::min(n * longest, total));
   return inputs;
 }
 
@@ -87,7 +94,8 @@ struct Fresh {
     if (like == nullptr) return;
     int64_t n[TW_MAX_DIMS] = {1, 1, 1, 1}, count = 1;
     for (int32_t dim = 0; dim < like->ndim; ++dim) count *= n[dim] = like->shape[dim];
-    memory.reset(std::aligned_alloc(64, static_cast<size_t>(std::max<int64_t>((count * dtype_size(like->dtype) + 63) / 64 * 64, 64))));
+    memory.reset(std::aligned_alloc(
+        64, static_cast<size_t>(std::max<int64_t>((count * dtype_size(like->dtype) + 63) / 64 * 64, 64))));
     if (!memory) throw std::bad_alloc();
     tensor = tw_tensor_contiguous(memory.get(), static_cast<tw_dtype>(like->dtype), like->ndim, n[0], n[1], n[2], n[3]);
   }
@@ -104,12 +112,21 @@ tw_tensors without_gradients(tw_tensors t) {
   return t;
 }
 
+// Workers in turn on one thread: on a busy machine a worker of a real pool may come too late for any task, and its
+// share of the workspace is then never touched.
+void in_turn(void* pool, int64_t num_tasks, tw_task task, void* context) {
+  const int32_t workers = *static_cast<const int32_t*>(pool);
+  for (int64_t n = 0; n < num_tasks; ++n) task(context, n, static_cast<int32_t>(n % workers));
+}
+
 // Small problems of the same dtype first, so that threads, code and their pages are there before anything is counted.
 void warm_up(const tw_problem& problem, const tw_target& target) {
   const int64_t group = problem.num_heads_q / std::max<int64_t>(problem.num_heads_k, 1);
   for (const int64_t queries : {int64_t{1}, int64_t{256}}) {
-    const std::string text = fmt::format("{} {} b=2 hq={} hk=2 sq={} sk=256 d={} dv={}{}", problem.pass == TW_FORWARD ? "fwd" : "bwd",
-                                         dtype_text(problem.dtype), 2 * group, queries, problem.head_dim, problem.head_dim_v, problem.causal ? " causal" : "");
+    const std::string text =
+        fmt::format("{} {} b=2 hq={} hk=2 sq={} sk=256 d={} dv={}{}", problem.pass == TW_FORWARD ? "fwd" : "bwd",
+                    dtype_text(problem.dtype), 2 * group, queries, problem.head_dim, problem.head_dim_v,
+                    problem.causal ? " causal" : "");
     const Problem small = parse_problem(text);
     const auto inputs = make_inputs(small.c());
     const tw_problem forward = forward_of(*inputs);
@@ -147,7 +164,8 @@ void require_same(const tw_problem& forward, const tw_tensors& given, const void
   for (int64_t n = 0; n < count; ++n) {
     const double a = load_element(o, forward.dtype, n), b = load_element(given.o->data, given.o->dtype, n);
     if (!(std::fabs(a - b) <= bound))
-      throw Failure(fmt::format("o[{}] is {} by standard attention and {} by Tilewise: must agree within {}", n, a, b, bound));
+      throw Failure(
+          fmt::format("o[{}] is {} by standard attention and {} by Tilewise: must agree within {}", n, a, b, bound));
   }
 }
 
@@ -155,7 +173,8 @@ int64_t measure_standard(const tw_problem& problem, bool backward, const tw_targ
   const auto inputs = make_inputs(problem);
   const tw_tensors given = inputs->tensors();
   const PeakMemory peak;
-  const WholeStandard out = run_whole_standard(problem, problem.pass == TW_BACKWARD, backward, given.q->data, given.k->data, given.v->data);
+  const WholeStandard out =
+      run_whole_standard(problem, problem.pass == TW_BACKWARD, backward, given.q->data, given.k->data, given.v->data);
   const int64_t growth = peak.growth();
   require_same(forward_of(*inputs), without_gradients(given), out.o, target);
   for (void* memory : {out.o, out.dq, out.dk, out.dv}) std::free(memory);
@@ -169,14 +188,19 @@ double MemoryCheck::error() const {
 }
 
 bool MemoryCheck::ok() const {
-  return std::llabs(measured - predicted) <= static_cast<int64_t>(kRelative * static_cast<double>(predicted)) + kAbsolute;
+  return std::llabs(measured - predicted) <=
+         static_cast<int64_t>(kRelative * static_cast<double>(predicted)) + kAbsolute;
 }
 
 std::vector<MemoryCheck> verify_memory(const Problem& problem, int threads) {
   const tw_problem& p = problem.c();
   if (p.device == TW_CUDA)
-    throw UsageError("--verify: \"" + problem.text() + "\" is of a GPU; must be without cuda here (bench/python/memory_gpu.py measures there)");
-  const Target target = target_named("cpu", "", threads);
+    throw UsageError("--verify: \"" + problem.text() +
+                     "\" is of a GPU; must be without cuda here (bench/python/memory_gpu.py measures there)");
+  int32_t workers = threads;
+  const tw_executor executor = {sizeof(tw_executor), workers, &workers, in_turn};
+  Target target = target_named("cpu", "", 0);
+  target.executor = &executor;
   const tw_target where = target.c();
   const tw_memory_info info = memory(problem, target);
   std::vector<MemoryCheck> checks;
@@ -184,12 +208,15 @@ std::vector<MemoryCheck> verify_memory(const Problem& problem, int threads) {
   const auto add = [&](const char* what, const char* pass, int64_t predicted, auto&& measure) {
     checks.push_back({problem.text(), what, pass, predicted, in_child(measure)});
   };
-  if (standard) add("standard", "forward", info.standard.peak_forward, [&] { return measure_standard(p, false, where); });
+  if (standard)
+    add("standard", "forward", info.standard.peak_forward, [&] { return measure_standard(p, false, where); });
   if (standard && training)
-    add("standard", "backward", std::max(info.standard.peak_forward, info.standard.peak_backward), [&] { return measure_standard(p, true, where); });
+    add("standard", "backward", std::max(info.standard.peak_forward, info.standard.peak_backward),
+        [&] { return measure_standard(p, true, where); });
   add("tilewise", "forward", info.tiled.peak_forward, [&] { return measure_tilewise(p, false, where); });
   if (training)
-    add("tilewise", "backward", std::max(info.tiled.peak_forward, info.tiled.peak_backward), [&] { return measure_tilewise(p, true, where); });
+    add("tilewise", "backward", std::max(info.tiled.peak_forward, info.tiled.peak_backward),
+        [&] { return measure_tilewise(p, true, where); });
   return checks;
 }
 

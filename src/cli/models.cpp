@@ -49,7 +49,9 @@ tw_model model_of_config(const std::string& path) {
   model.struct_size = sizeof model;
   const std::string type = config.value("model_type", "config");
   std::snprintf(model.name, sizeof model.name, "%s", type.c_str());
-  const auto key = [&](const char* name, const char* old) { return config.contains(old) ? old : name; };  // GPT-2's names
+  const auto key = [&](const char* name, const char* old) {
+    return config.contains(old) ? old : name;
+  };  // GPT-2's names
   model.hidden_size = integer(config, path, key("hidden_size", "n_embd"), -1);
   model.layers = integer(config, path, key("num_hidden_layers", "n_layer"), -1);
   model.num_heads_q = integer(config, path, key("num_attention_heads", "n_head"), -1);
@@ -73,7 +75,8 @@ tw_model model_of_config(const std::string& path) {
 }
 
 std::string problem_of_model(const tw_model& m, const ModelShape& shape) {
-  std::string text = fmt::format("{} {}{} b={} hq={}", shape.pass, shape.dtype, shape.device == "cuda" ? " cuda" : "", shape.batch, m.num_heads_q);
+  std::string text = fmt::format("{} {}{} b={} hq={}", shape.pass, shape.dtype, shape.device == "cuda" ? " cuda" : "",
+                                 shape.batch, m.num_heads_q);
   if (m.num_heads_k != m.num_heads_q) text += fmt::format(" hk={}", m.num_heads_k);
   text += shape.decode ? fmt::format(" sq=1 sk={}", shape.seqlen) : fmt::format(" sq={}", shape.seqlen);
   text += fmt::format(" d={}", m.head_dim);

@@ -6,14 +6,15 @@
 
 namespace tilewise::cli {
 
-tw_model model_named(const std::string& name);        // of tw_model_at, else a UsageError that lists the names
-tw_model model_of_config(const std::string& path);    // a config.json of transformers
+tw_model model_named(const std::string& name);      // of tw_model_at, else a UsageError that lists the names
+tw_model model_of_config(const std::string& path);  // a config.json of transformers
 
 struct ModelShape {
   int64_t batch = 1, seqlen = 4096;
   std::string pass = "bwd", dtype = "bf16", device = "cuda";
   bool decode = false;
 };
-std::string problem_of_model(const tw_model& model, const ModelShape& shape);  // of a layer without window, if there is one
+std::string problem_of_model(const tw_model& model,
+                             const ModelShape& shape);  // of a layer without window, if there is one
 
 }  // namespace tilewise::cli

@@ -37,19 +37,21 @@ struct Whole {
   std::unique_ptr<T, decltype(&std::free)> data{nullptr, &std::free};
 
   Whole() = default;
-  explicit Whole(int64_t count) : data(static_cast<T*>(std::malloc(static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T))), &std::free) {
+  explicit Whole(int64_t count)
+      : data(static_cast<T*>(std::malloc(static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T))), &std::free) {
     if (!data) throw std::bad_alloc();
   }
   T* at(int64_t n) const { return data.get() + n; }
   void drop() { data.reset(); }
 };
 
-constexpr int64_t kBlock = 64;     // rows held in float32
+constexpr int64_t kBlock = 64;  // rows held in float32
 constexpr int64_t kMaxDim = 256;
 
 // C[m, n] = A[m, depth] B[n, depth]^T, for depth up to kMaxDim
 template <class E>
-void multiply_nt(const typename E::Type* a, const typename E::Type* b, typename E::Type* c, int64_t m, int64_t n, int64_t depth) {
+void multiply_nt(const typename E::Type* a, const typename E::Type* b, typename E::Type* c, int64_t m, int64_t n,
+                 int64_t depth) {
   std::vector<float> bt(static_cast<size_t>(depth * kBlock));
   float row[kMaxDim], sum[kBlock];
   for (int64_t j = 0; j < n; j += kBlock) {
@@ -69,7 +71,8 @@ void multiply_nt(const typename E::Type* a, const typename E::Type* b, typename 
 
 // C[m, n] = A B with A[m, depth], or its transpose stored as [depth, m]; B[depth, n], n up to kMaxDim
 template <class E, bool kTransposed>
-void multiply_narrow(const typename E::Type* a, const typename E::Type* b, typename E::Type* c, int64_t m, int64_t n, int64_t depth) {
+void multiply_narrow(const typename E::Type* a, const typename E::Type* b, typename E::Type* c, int64_t m, int64_t n,
+                     int64_t depth) {
   std::vector<float> sum(static_cast<size_t>(kBlock * n));
   float row[kMaxDim];
   for (int64_t i = 0; i < m; i += kBlock) {
@@ -97,9 +100,12 @@ struct Attention {
   explicit Attention(const tw_problem& problem) : p(problem) {}
 
   const tw_problem& p;
-  int64_t b = p.batch, hq = p.num_heads_q, hk = p.num_heads_k, sq = p.seqlen_q, sk = p.seqlen_k, d = p.head_dim, dv = p.head_dim_v;
+  int64_t b = p.batch, hq = p.num_heads_q, hk = p.num_heads_k, sq = p.seqlen_q, sk = p.seqlen_k, d = p.head_dim,
+          dv = p.head_dim_v;
   int64_t heads = b * hq, pairs = heads * sq * sk;
-  float scale = static_cast<float>(std::isnan(p.softmax_scale) ? 1 / std::sqrt(static_cast<double>(d)) : p.softmax_scale), cap = static_cast<float>(p.softcap);
+  float scale =
+            static_cast<float>(std::isnan(p.softmax_scale) ? 1 / std::sqrt(static_cast<double>(d)) : p.softmax_scale),
+        cap = static_cast<float>(p.softcap);
   Dropout dropout = Dropout::make(p.dropout_p, p.dropout_seed, p.dropout_offset);
   float kept = dropout.active() ? static_cast<float>(1 / (1 - p.dropout_p)) : 1;
 
@@ -112,7 +118,8 @@ struct Attention {
     Whole<T> out(heads * s * width);
     for (int64_t n = 0; n < heads; ++n)
       for (int64_t i = 0; i < s; ++i)
-        std::memcpy(out.at((n * s + i) * width), x + ((n / hq * s + i) * h + n % hq / (hq / h)) * width, static_cast<size_t>(width) * sizeof(T));
+        std::memcpy(out.at((n * s + i) * width), x + ((n / hq * s + i) * h + n % hq / (hq / h)) * width,
+                    static_cast<size_t>(width) * sizeof(T));
     return out;
   }
   // and back, summed over the group
@@ -123,7 +130,8 @@ struct Attention {
       for (int64_t i = 0; i < s; ++i)
         for (int64_t c = 0; c < width; ++c) {
           float sum = 0;
-          for (int64_t g = 0; g < group; ++g) sum += E::get(*x.at(((n / h * hq + n % h * group + g) * s + i) * width + c));
+          for (int64_t g = 0; g < group; ++g)
+            sum += E::get(*x.at(((n / h * hq + n % h * group + g) * s + i) * width + c));
           *out.at(((n / h * s + i) * h + n % h) * width + c) = E::put(sum);
         }
     return out;
@@ -149,7 +157,8 @@ struct Attention {
       }
     }
     scores = Whole<T>(pairs);
-    for (int64_t n = 0; n < heads; ++n) multiply_nt<E>(q_heads.at(n * sq * d), k_heads.at(n * sk * d), scores.at(n * sq * sk), sq, sk, d);
+    for (int64_t n = 0; n < heads; ++n)
+      multiply_nt<E>(q_heads.at(n * sq * d), k_heads.at(n * sk * d), scores.at(n * sq * sk), sq, sk, d);
     for (int64_t n = 0; n < pairs; ++n) *scores.at(n) = E::put(E::get(*scores.at(n)) * scale);
     if (cap > 0) {
       tanh = map<T>(scores, pairs, [&](T x, int64_t) { return E::put(std::tanh(E::get(x) / cap)); });
@@ -186,7 +195,8 @@ struct Attention {
     }
     Whole<T> o_heads(heads * sq * dv);
     for (int64_t n = 0; n < heads; ++n)
-      multiply_narrow<E, false>(multiplied() + n * sq * sk, v_heads.at(n * sk * dv), o_heads.at(n * sq * dv), sq, dv, sk);
+      multiply_narrow<E, false>(multiplied() + n * sq * sk, v_heads.at(n * sk * dv), o_heads.at(n * sq * dv), sq, dv,
+                                sk);
     return by_rows(o_heads, sq, hq, dv);
   }
 
@@ -197,13 +207,17 @@ struct Attention {
     for (int64_t j = 0; j < n; ++j) y[j] = sum > 0 ? y[j] / sum : 0;
   }
   T probability(int64_t n) const {
-    if constexpr (kNarrow) return *rounded.at(n);
-    else return *softmax.at(n);
+    if constexpr (kNarrow)
+      return *rounded.at(n);
+    else
+      return *softmax.at(n);
   }
   const T* multiplied() const {  // what v is multiplied by
     if (dropped.data) return dropped.at(0);
-    if constexpr (kNarrow) return rounded.at(0);
-    else return softmax.at(0);
+    if constexpr (kNarrow)
+      return rounded.at(0);
+    else
+      return softmax.at(0);
   }
 
   void backward(WholeStandard* out) {
@@ -234,12 +248,15 @@ struct Attention {
     for (int64_t row = 0; row < heads * sq; ++row) {
       float sum = 0;
       for (int64_t j = 0; j < sk; ++j) sum += *product.at(row * sk + j);
-      for (int64_t j = 0; j < sk; ++j) *ds.at(row * sk + j) = *product.at(row * sk + j) - *softmax.at(row * sk + j) * sum;
+      for (int64_t j = 0; j < sk; ++j)
+        *ds.at(row * sk + j) = *product.at(row * sk + j) - *softmax.at(row * sk + j) * sum;
     }
     product.drop(), softmax.drop(), wide.drop();
     Whole<T> dscores;
-    if constexpr (kNarrow) dscores = map<T>(ds, pairs, [](float x, int64_t) { return E::put(x); });
-    else dscores = std::move(ds);
+    if constexpr (kNarrow)
+      dscores = map<T>(ds, pairs, [](float x, int64_t) { return E::put(x); });
+    else
+      dscores = std::move(ds);
     ds.drop();
     if (cap > 0) {
       Whole<T> before = map<T>(dscores, pairs, [&](T x, int64_t n) {
@@ -265,11 +282,13 @@ struct Attention {
 };
 
 template <class E>
-WholeStandard run(const tw_problem& problem, bool training, bool backward, const void* q, const void* k, const void* v) {
+WholeStandard run(const tw_problem& problem, bool training, bool backward, const void* q, const void* k,
+                  const void* v) {
   using T = typename E::Type;
   Attention<E> attention(problem);
   WholeStandard out;
-  out.o = attention.forward(training, static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v)).data.release();
+  out.o = attention.forward(training, static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v))
+              .data.release();
   if (backward) attention.backward(&out);
   return out;
 }
@@ -280,14 +299,16 @@ std::string refuse_whole_standard(const tw_problem& p) {
   if (dtype_size(p.dtype) > 4) return "f64";
   if (p.q_layout != TW_DENSE || p.k_layout != TW_DENSE) return "packed or paged tensors";
   constexpr uint32_t kTaken = TW_HAS_LSE | TW_HAS_DQ | TW_HAS_DK | TW_HAS_DV;
-  if ((p.features & ~kTaken) || p.rotary_dim > 0 || p.seqlen_new > 0 || p.cache_batch > 0) return "options that are tensors";
+  if ((p.features & ~kTaken) || p.rotary_dim > 0 || p.seqlen_new > 0 || p.cache_batch > 0)
+    return "options that are tensors";
   return "";
 }
 
 WholeStandard run_whole_standard(const tw_problem& problem, bool training, bool backward, const void* q, const void* k,
                                  const void* v) {
   if (problem.dtype == TW_FLOAT32) return run<F32>(problem, training, backward, q, k, v);
-  return problem.dtype == TW_FLOAT16 ? run<F16>(problem, training, backward, q, k, v) : run<Bf16>(problem, training, backward, q, k, v);
+  return problem.dtype == TW_FLOAT16 ? run<F16>(problem, training, backward, q, k, v)
+                                     : run<Bf16>(problem, training, backward, q, k, v);
 }
 
 }  // namespace tilewise::cli

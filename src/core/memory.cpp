@@ -81,7 +81,7 @@ constexpr const char* kDropped = "P after dropout";
 struct Standard {
   const tw_problem& p;
   int64_t e = dtype_size(p.dtype), wide = std::max<int64_t>(e, 4);
-  bool narrow = e < 4, dropout = p.dropout_p > 0;
+  bool narrow = e<4, dropout = p.dropout_p> 0;
   int64_t b = p.batch, hq = p.num_heads_q, sq = p.seqlen_q, sk = p.seqlen_k, d = p.head_dim, dv = p.head_dim_v;
 
   const char* multiplied() const { return dropout ? kDropped : narrow ? kRounded : kSoftmax; }
@@ -156,7 +156,8 @@ struct Standard {
     if (has(p, TW_HAS_DBIAS)) book.take("dbias", {Sizes(p).bias_elements(), dtype_size(p.bias_dtype)});
     book.take("dq by heads", {e, b, hq, sq, d});
     book.take("dk by query heads", {e, b, hq, sk, d});
-    for (const char* name : {"dS, unrounded", "dS in the dtype", "dS before the cap", "mask", "q by heads", "k by query heads"})
+    for (const char* name :
+         {"dS, unrounded", "dS in the dtype", "dS before the cap", "mask", "q by heads", "k by query heads"})
       book.give(name);
     book.take("dq", {e, b, sq, hq, d});
     book.give("dq by heads");
@@ -220,7 +221,8 @@ Status check_options(const tw_memory_options& o) {
   if (o.hidden_size < 0) return invalid("hidden_size ", o.hidden_size, ": must be >= 0 (0 = num_heads_q * head_dim)");
   if (o.tensor_parallel < 1) return invalid("tensor_parallel ", o.tensor_parallel, ": must be >= 1");
   if (o.context_parallel < 1) return invalid("context_parallel ", o.context_parallel, ": must be >= 1");
-  if (o.checkpointing != 0 && o.checkpointing != 1) return invalid("checkpointing ", o.checkpointing, ": must be 0 or 1");
+  if (o.checkpointing != 0 && o.checkpointing != 1)
+    return invalid("checkpointing ", o.checkpointing, ": must be 0 or 1");
   return Status();
 }
 
@@ -228,7 +230,8 @@ Status check_options(const tw_memory_options& o) {
 int64_t total_of(const tw_problem& p, const tw_memory_options& o, const tw_memory_info& info, const tw_memory_use& use,
                  int64_t kept, int64_t cache) {
   const int64_t peak = std::max(use.peak_forward, use.peak_backward), others = o.layers - 1;
-  if (p.pass == TW_FORWARD) return info.inputs + peak + times({others, cache});  // k and v of each layer stay: the KV cache
+  if (p.pass == TW_FORWARD)
+    return info.inputs + peak + times({others, cache});  // k and v of each layer stay: the KV cache
   if (o.checkpointing) return info.inputs + peak + times({o.layers, info.layer_input});
   return info.inputs + peak + times({others, info.inputs + kept});
 }
@@ -249,7 +252,8 @@ void Ledger::give(const std::string& name) {
 }
 
 tw_problem forward_problem(const tw_problem& problem) {
-  constexpr uint32_t kGradients = TW_HAS_DLSE | TW_HAS_DQ | TW_HAS_DK | TW_HAS_DV | TW_HAS_DBIAS | TW_HAS_DALIBI | TW_HAS_DSINK;
+  constexpr uint32_t kGradients =
+      TW_HAS_DLSE | TW_HAS_DQ | TW_HAS_DK | TW_HAS_DV | TW_HAS_DBIAS | TW_HAS_DALIBI | TW_HAS_DSINK;
   tw_problem forward = problem;
   if (problem.pass == TW_FORWARD) return forward;
   forward.pass = TW_FORWARD;
@@ -335,7 +339,8 @@ Status memory_of(const tw_problem& problem, const tw_memory_options& options, co
   if (training) {
     standard.gradients = sizes.gradients();
     standard.peak_backward = memory.backward.peak() + gathered;
-    standard.workspace_backward = std::max<int64_t>(standard.peak_backward - standard.outputs - standard.saved - standard.gradients, 0);
+    standard.workspace_backward =
+        std::max<int64_t>(standard.peak_backward - standard.outputs - standard.saved - standard.gradients, 0);
   }
   out->standard_bytes_moved = memory.bytes_moved;
   standard.total = total_of(p, options, *out, standard, standard.saved + standard.outputs, cache);
@@ -349,7 +354,8 @@ int64_t standard_bytes(const tw_problem& p) {
 }
 
 Status largest_that_fits(const tw_problem& problem, const tw_memory_options& options, const Target& target,
-                         std::span<const KernelRow> rows, int64_t budget, std::string_view key, bool standard, int64_t* out) {
+                         std::span<const KernelRow> rows, int64_t budget, std::string_view key, bool standard,
+                         int64_t* out) {
   if (budget < 1) return invalid("budget ", budget, ": must be >= 1 byte");
   if (key != "sq" && key != "b" && key != "hq") return invalid("key \"", key, "\": must be sq, b or hq");
   if (problem.q_layout != TW_DENSE || problem.k_layout == TW_PACKED || (problem.k_layout == TW_PAGED && key == "hq"))
@@ -368,7 +374,8 @@ Status largest_that_fits(const tw_problem& problem, const tw_memory_options& opt
       if (problem.seqlen_q != 1) p.seqlen_q = value;
       if (problem.seqlen_q == problem.seqlen_k || problem.seqlen_q == 1) p.seqlen_k = value;
     }
-    if (p.k_layout == TW_PAGED) p.num_pages = times({p.batch, divide_up(p.seqlen_k, std::max<int64_t>(p.page_size, 1))});
+    if (p.k_layout == TW_PAGED)
+      p.num_pages = times({p.batch, divide_up(p.seqlen_k, std::max<int64_t>(p.page_size, 1))});
     return p;
   };
   Status failure;

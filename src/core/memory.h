@@ -1,5 +1,5 @@
-// What attention takes in memory, before it is taken. Standard attention is written down as the allocations that it makes,
-// in order; Tilewise is its outputs and the workspaces of its plans. docs/memory.md tells it in words.
+// What attention takes in memory, before it is taken. Standard attention is written down as the allocations that it
+// makes, in order; Tilewise is its outputs and the workspaces of its plans. docs/memory.md tells it in words.
 #pragma once
 #include <span>
 #include <string>
@@ -32,9 +32,9 @@ class Ledger {
   int64_t live_ = 0, peak_ = 0;
 };
 
-// Standard attention as a framework runs it: each intermediate a whole tensor, the softmax in float32, every tensor freed
-// after its last use. In the backward pass at its worst: the probabilities, their gradient, the product of both and the
-// gradient of the scores, all float32.
+// Standard attention as a framework runs it: each intermediate a whole tensor, the softmax in float32, every tensor
+// freed after its last use. In the backward pass at its worst: the probabilities, their gradient, the product of both
+// and the gradient of the scores, all float32.
 struct StandardMemory {
   Ledger forward, backward;  // backward goes on where forward ended
   int64_t saved = 0;         // by the forward pass for the backward one, beside q, k, v
@@ -53,12 +53,14 @@ tw_problem forward_problem(const tw_problem& problem);
 Status memory_of(const tw_problem& problem, const tw_memory_options& options, const Target& target,
                  std::span<const KernelRow> rows, tw_memory_info* out);
 
-// The largest value of "sq" (and sk with it where they are equal; sk alone where sq is 1), "b" or "hq" (hk in proportion)
-// whose total fits the budget; 0 if none does.
+// The largest value of "sq" (and sk with it where they are equal; sk alone where sq is 1), "b" or "hq" (hk in
+// proportion) whose total fits the budget; 0 if none does.
 Status largest_that_fits(const tw_problem& problem, const tw_memory_options& options, const Target& target,
-                         std::span<const KernelRow> rows, int64_t budget, std::string_view key, bool standard, int64_t* out);
+                         std::span<const KernelRow> rows, int64_t budget, std::string_view key, bool standard,
+                         int64_t* out);
 
-// The formulas with the numbers in them; for a GPU of the table (nullptr: none) the time that its arithmetic and its memory need.
+// The formulas with the numbers in them; for a GPU of the table (nullptr: none) the time that its arithmetic and its
+// memory need.
 std::string explain_memory(const tw_problem& problem, const tw_memory_options& options, const Target& target,
                            std::span<const KernelRow> rows, const tw_gpu* gpu);
 

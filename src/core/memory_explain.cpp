@@ -36,7 +36,9 @@ std::string ledger_text(const Ledger& ledger) {
 }
 
 std::string seconds_text(double seconds) {
-  return seconds < 1e-3 ? number_text(seconds * 1e6, "%.3g us") : seconds < 1 ? number_text(seconds * 1e3, "%.3g ms") : number_text(seconds, "%.3g s");
+  return seconds < 1e-3 ? number_text(seconds * 1e6, "%.3g us")
+         : seconds < 1  ? number_text(seconds * 1e3, "%.3g ms")
+                        : number_text(seconds, "%.3g s");
 }
 
 // The roofline: both times, and which of them bounds by how much.
@@ -44,9 +46,9 @@ std::string roofline(const char* name, double flops, double bytes, double rate, 
   const double arithmetic = flops / rate, memory = bytes / gpu.memory_bytes_per_second;
   const bool by_arithmetic = arithmetic >= memory;
   const double factor = by_arithmetic ? arithmetic / memory : memory / arithmetic;
-  return concat("  ", name, ": ", number_text(flops / bytes, "%.4g"), " FLOP a byte; arithmetic ", seconds_text(arithmetic), ", memory ",
-                seconds_text(memory), ": bound by ", by_arithmetic ? "arithmetic" : "bytes", ", by a factor of ",
-                number_text(factor, "%.3g"), "\n");
+  return concat("  ", name, ": ", number_text(flops / bytes, "%.4g"), " FLOP a byte; arithmetic ",
+                seconds_text(arithmetic), ", memory ", seconds_text(memory), ": bound by ",
+                by_arithmetic ? "arithmetic" : "bytes", ", by a factor of ", number_text(factor, "%.3g"), "\n");
 }
 
 }  // namespace
@@ -63,12 +65,15 @@ std::string explain_memory(const tw_problem& problem, const tw_memory_options& o
   const int64_t e = dtype_size(p.dtype), queries = query_rows(p), keys = key_rows(p);
 
   std::string text = concat("problem ", format(problem), "\n");
-  if (options.tensor_parallel > 1 || options.context_parallel > 1) text += concat("one device's share ", format(p), "\n");
-  text += concat("inputs ", bytes_text(info.inputs), ": q ", e, " x ", queries, " x ", p.num_heads_q, " x ", p.head_dim, ", k and v ", e,
-                 " x ", keys, " x ", p.num_heads_k, " x ", p.head_dim + p.head_dim_v, "\n");
-  text += concat("\nstandard attention, forward, at its worst ", bytes_text(standard.forward.peak()), ":\n", ledger_text(standard.forward));
+  if (options.tensor_parallel > 1 || options.context_parallel > 1)
+    text += concat("one device's share ", format(p), "\n");
+  text += concat("inputs ", bytes_text(info.inputs), ": q ", e, " x ", queries, " x ", p.num_heads_q, " x ", p.head_dim,
+                 ", k and v ", e, " x ", keys, " x ", p.num_heads_k, " x ", p.head_dim + p.head_dim_v, "\n");
+  text += concat("\nstandard attention, forward, at its worst ", bytes_text(standard.forward.peak()), ":\n",
+                 ledger_text(standard.forward));
   if (training)
-    text += concat("standard attention, backward, at its worst ", bytes_text(standard.backward.peak()), ":\n", ledger_text(standard.backward));
+    text += concat("standard attention, backward, at its worst ", bytes_text(standard.backward.peak()), ":\n",
+                   ledger_text(standard.backward));
 
   text += "\nTilewise:\n";
   const auto line = [&](const std::string& name, const std::string& formula, int64_t bytes) {
@@ -82,9 +87,11 @@ std::string explain_memory(const tw_problem& problem, const tw_memory_options& o
   line("workspace, forward", info.planned ? "of the plan" : "by formula", info.tiled.workspace_forward);
   if (training) {
     line("dout, dq, dk, dv", "as o, q, k, v", info.tiled.gradients);
-    line("workspace, backward", info.planned ? "of the plan" : "float32 dq and two numbers a row", info.tiled.workspace_backward);
+    line("workspace, backward", info.planned ? "of the plan" : "float32 dq and two numbers a row",
+         info.tiled.workspace_backward);
   }
-  if (!info.planned) text += "  (no such GPU, or no CUDA kernels in this build: the workspace is that of the formula)\n";
+  if (!info.planned)
+    text += "  (no such GPU, or no CUDA kernels in this build: the workspace is that of the formula)\n";
 
   int64_t block_m = 0;
   std::vector<tw_problem> passes = {forward};
@@ -97,28 +104,33 @@ std::string explain_memory(const tw_problem& problem, const tw_memory_options& o
   }
 
   text += concat("\ntraffic to memory: standard ", bytes_text(info.standard_bytes_moved), ", Tilewise ",
-                 bytes_text(info.tiled_bytes_moved), " (", number_text(info.standard_bytes_moved / info.tiled_bytes_moved, "%.3g"),
-                 "x less)\n");
+                 bytes_text(info.tiled_bytes_moved), " (",
+                 number_text(info.standard_bytes_moved / info.tiled_bytes_moved, "%.3g"), "x less)\n");
   const int64_t rows_of_tile = block_m > 0 ? block_m : 128;
   const double blocks = std::ceil(static_cast<double>(p.seqlen_q) / static_cast<double>(rows_of_tile));
-  const double full = 2.0 * static_cast<double>(p.head_dim + p.head_dim_v) * static_cast<double>(p.batch * p.num_heads_q) *
-                      static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
+  const double full = 2.0 * static_cast<double>(p.head_dim + p.head_dim_v) *
+                      static_cast<double>(p.batch * p.num_heads_q) * static_cast<double>(p.seqlen_q) *
+                      static_cast<double>(p.seqlen_k);
   const double seen = full > 0 ? std::min(1.0, flops(forward) / full) : 1;
-  const double cached = static_cast<double>(p.batch * p.num_heads_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * e) * blocks * seen;
-  text += concat("traffic from cache to tiles, forward: ", bytes_text(cached), " of k and v, read once for each block of ", rows_of_tile,
-                 " query rows", block_m > 0 ? "" : " (assumed)", "\n");
-  text += concat("FLOPs ", number_text(info.flops, "%.4g"), training ? ": 3.5 x the forward pass (2 products forward, 5 backward)\n" : "\n");
+  const double cached =
+      static_cast<double>(p.batch * p.num_heads_q * p.seqlen_k * (p.head_dim + p.head_dim_v) * e) * blocks * seen;
+  text +=
+      concat("traffic from cache to tiles, forward: ", bytes_text(cached), " of k and v, read once for each block of ",
+             rows_of_tile, " query rows", block_m > 0 ? "" : " (assumed)", "\n");
+  text += concat("FLOPs ", number_text(info.flops, "%.4g"),
+                 training ? ": 3.5 x the forward pass (2 products forward, 5 backward)\n" : "\n");
   if (gpu != nullptr) {
     const double rate = e <= 2 ? gpu->tensor_flops : gpu->vector_flops;
-    text += concat("\n", gpu->name, " by its data sheet: ", number_text(rate * 1e-12, "%.4g"), e <= 2 ? " TFLOP/s of its tensor cores, " : " TFLOP/s in float32, ",
+    text += concat("\n", gpu->name, " by its data sheet: ", number_text(rate * 1e-12, "%.4g"),
+                   e <= 2 ? " TFLOP/s of its tensor cores, " : " TFLOP/s in float32, ",
                    number_text(gpu->memory_bytes_per_second * 1e-9, "%.4g"), " GB/s, turns at ",
                    number_text(rate / gpu->memory_bytes_per_second, "%.3g"), " FLOP a byte\n");
     text += roofline("standard", info.flops, info.standard_bytes_moved, rate, *gpu);
     text += roofline("Tilewise", info.flops, info.tiled_bytes_moved, rate, *gpu);
     if (std::max(info.standard.total, info.tiled.total) > 0) {
       const auto fits = [&](int64_t total) { return total <= gpu->memory_bytes ? " (fits)" : " (does not fit)"; };
-      text += concat("  memory in all: standard ", bytes_text(info.standard.total), fits(info.standard.total), ", Tilewise ",
-                     bytes_text(info.tiled.total), fits(info.tiled.total), "\n");
+      text += concat("  memory in all: standard ", bytes_text(info.standard.total), fits(info.standard.total),
+                     ", Tilewise ", bytes_text(info.tiled.total), fits(info.tiled.total), "\n");
     }
   }
   return text;

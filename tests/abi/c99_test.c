@@ -89,7 +89,7 @@ int main(void) {
     expect(tw_memory_largest(&described, NULL, NULL, 1 << 20, "x", 0, &most) == TW_INVALID_ARGUMENT, "key x");
     expect(tw_memory_explain(&described, NULL, NULL, "H200", text, sizeof text) > 200, "tw_memory_explain");
     tw_memory_explain(&described, NULL, NULL, "H999", text, sizeof text);
-    expect(strncmp(text, "gpu \"H999\": not in the table", 29) == 0, text);
+    expect(strncmp(text, "gpu \"H999\": not in the table", 28) == 0, text);
     model.struct_size = sizeof model;
     gpu.struct_size = sizeof gpu;
     expect(tw_model_count() > 0 && tw_model_at(0, &model) == TW_OK && model.layers > 0, "tw_model_at");
