@@ -260,6 +260,7 @@ typedef struct tw_target {
   int32_t num_threads;         /* CPU; 0 = TILEWISE_NUM_THREADS, else OMP_NUM_THREADS, else the cores this process may use */
   const char* kernel;          /* NULL = best; else a row of tw_kernel_at, refused by name if it cannot take the problem */
   const tw_executor* executor; /* NULL = the library's pool */
+  const char* config;          /* NULL = the plan decides; else how a CPU row cuts: "block_m=48 block_n=128 splits=2" */
 } tw_target;
 
 /* o (and lse, max_logit) from q, k, v. Allocates its workspace, and for CUDA waits for nothing but the launch.
@@ -291,7 +292,8 @@ typedef struct tw_plan_info {
   double bytes_moved;      /* inputs read once and outputs written once */
 } tw_plan_info;
 
-/* A pure function of problem and target; `problem` comes from tw_describe or tw_problem_parse. */
+/* A pure function of problem and target; `problem` comes from tw_describe or tw_problem_parse. Where the environment
+ * variable TILEWISE_TUNING names a file of `tilewise tune`, that is part of the target; it is read once. */
 TW_API tw_status tw_plan_create(const tw_problem* problem, const tw_target* target, tw_plan** out);
 TW_API void tw_plan_destroy(tw_plan* plan);
 TW_API tw_status tw_plan_get_info(const tw_plan* plan, tw_plan_info* out); /* set out->struct_size first */

@@ -52,8 +52,8 @@ OPTIONS = struct.Struct("@I3i2q3d2Q5i")
 SEQLENS = struct.Struct("@2q")
 SEQLENS_OFFSET = struct.calcsize("@I3i2q3d2Q5i3i1q")  # of seqlen_q
 
-# struct_size, backend, device_index, num_threads, kernel, executor
-TARGET = struct.Struct("@I3iPP")
+# struct_size, backend, device_index, num_threads, kernel, executor, config
+TARGET = struct.Struct("@I3iPPP")
 
 # struct_size, backend, kernel[64], config[128], num_splits, num_tasks, workspace_bytes, standard_bytes, flops, bytes_moved
 PLAN_INFO = struct.Struct("@Ii64s128s4q2d")

@@ -265,7 +265,7 @@ class Target:
         self._kernel = ctypes.create_string_buffer(kernel.encode()) if kernel else None
         name = ctypes.addressof(self._kernel) if kernel else 0
         self._buffer = ctypes.create_string_buffer(
-            _abi.TARGET.pack(_abi.TARGET.size, _abi.BACKENDS[backend], device_index, num_threads, name, 0)
+            _abi.TARGET.pack(_abi.TARGET.size, _abi.BACKENDS[backend], device_index, num_threads, name, 0, 0)
         )
         self.address = ctypes.addressof(self._buffer)
 

@@ -65,6 +65,7 @@ size_t guarded_text(char* buffer, size_t capacity, F&& make) noexcept {
 
 Status resolve_target(const tw_target* in, Target* out) {
   *out = Target();
+  out->tuning = &loaded_tuning();
   if (in != nullptr) {
     if (in->struct_size != sizeof(tw_target))
       return invalid("target: struct_size ", in->struct_size, ", must be ", sizeof(tw_target));
@@ -84,6 +85,7 @@ Status resolve_target(const tw_target* in, Target* out) {
     out->num_threads = in->num_threads;
     out->kernel = in->kernel ? in->kernel : "";
     out->executor = in->executor;
+    if (in->config != nullptr) TW_RETURN_IF_ERROR(parse_choice(in->config, &out->choice));
   }
   if (out->executor != nullptr)
     out->num_threads = out->executor->num_workers;

@@ -1,8 +1,13 @@
 #include "api/kernels.h"
 
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
 #include <vector>
 
 #include "cpu/backend.h"
+#include "cpu/isa.h"
 #if defined(TILEWISE_HAVE_CUDA)
 #include "cuda/backend.h"
 #endif
@@ -19,6 +24,20 @@ std::span<const KernelRow> all_kernels() {
     return rows;
   }();
   return kRows;
+}
+
+const Tuning& loaded_tuning() {
+  static const Tuning kTuning = [] {
+    const char* path = std::getenv("TILEWISE_TUNING");
+    if (path == nullptr || *path == 0) return Tuning();
+    std::ifstream file(path);
+    const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    std::string machine = isa_text();  // "cpu ...\ncaches ...\n"
+    while (!machine.empty() && machine.back() == '\n') machine.pop_back();
+    for (size_t at; (at = machine.find('\n')) != std::string::npos;) machine.replace(at, 1, "; ");
+    return Tuning::parse(path, text, tw_version(), machine);
+  }();
+  return kTuning;
 }
 
 }  // namespace tilewise

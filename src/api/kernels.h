@@ -8,4 +8,7 @@ namespace tilewise {
 
 std::span<const KernelRow> all_kernels();
 
+// The file that TILEWISE_TUNING names, read once.
+const Tuning& loaded_tuning();
+
 }  // namespace tilewise

@@ -10,6 +10,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "cli/bench.h"
 #include "cli/cli.h"
 #include "cli/output_files.h"
 #include "cli/peak.h"
@@ -136,7 +137,7 @@ tw_tensors forward_only(tw_tensors t) {
   return t;
 }
 
-Entry make_entry(const std::string& text, const Options& options, int threads) {
+Entry make_entry(const std::string& text, const BenchRequest& options, int threads) {
   Entry entry;
   const Problem problem = parse_problem(text);
   if (problem.c().device == TW_CUDA)
@@ -257,14 +258,19 @@ Json record(const std::vector<Entry>& entries, const std::map<std::string, Peak>
   return json;
 }
 
-void run(const Options& options) {
-  const int threads = thread_count(options.threads);
-  const double time = to_number<double>("--time", options.time, 0, 86400, "seconds, 0 to 86400");
-  if (!options.json.empty()) require_writable("--json", options.json);
+struct Measured {
   std::vector<Entry> entries;
+  std::map<std::string, Peak> peaks;
+};
+
+Measured measure(const BenchRequest& options) {
+  const int threads = options.threads;
+  const double time = options.seconds;
+  Measured measured;
+  std::vector<Entry>& entries = measured.entries;
   for (const std::string& text : options.problems) entries.push_back(make_entry(text, options, threads));
 
-  std::map<std::string, Peak> peaks;
+  std::map<std::string, Peak>& peaks = measured.peaks;
   for (const Entry& entry : entries) peaks[entry.isa] = {};
   for (auto& [isa, peak] : peaks) peak.before = best_peak(isa, threads);
   {
@@ -288,12 +294,26 @@ void run(const Options& options) {
   }
   for (const Entry& entry : entries) require_same_results(entry);
   for (auto& [isa, peak] : peaks) peak.after = best_peak(isa, threads);
+  return measured;
+}
+
+void run(const Options& options) {
+  BenchRequest request{options.problems, options.kernel, thread_count(options.threads), 0, options.standard};
+  request.seconds = to_number<double>("--time", options.time, 0, 86400, "seconds, 0 to 86400");
+  if (!options.json.empty()) require_writable("--json", options.json);
+  const int threads = request.threads;
+  const auto [entries, peaks] = measure(request);
   if (!options.json.empty()) write_text(options.json, record(entries, peaks, threads).dump(2) + "\n");
   print(fmt::format("tilewise {}, {} thread{}\n", version(), threads, threads == 1 ? "" : "s") +
         table(entries, peaks, options.standard));
 }
 
 }  // namespace
+
+nlohmann::ordered_json bench_record(const BenchRequest& request) {
+  const auto [entries, peaks] = measure(request);
+  return record(entries, peaks, request.threads);
+}
 
 void add_bench(CLI::App& app) {
   auto options = std::make_shared<Options>();

@@ -29,6 +29,8 @@ void add_run(CLI::App& app);
 void add_check(CLI::App& app, int* exit_status);
 void add_bench(CLI::App& app);
 void add_memory(CLI::App& app, int* exit_status);
+void add_tune(CLI::App& app);
+void add_report(CLI::App& app, int* exit_status);
 
 // Bold names and groups of the help are CLI11's; this sets what our subcommands have in common.
 CLI::App* add_command(CLI::App& app, const std::string& name, const std::string& description,

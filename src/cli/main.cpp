@@ -53,6 +53,8 @@ int main(int argc, char** argv) {
     add_check(app, &exit_status);
     add_bench(app);
     add_memory(app, &exit_status);
+    add_tune(app);
+    add_report(app, &exit_status);
     add_inspect(app);
     require_known_command(app, argc, argv);
     app.parse(argc, argv);

@@ -40,6 +40,29 @@ const KernelRow* choose(const tw_problem& problem, const Target& target, std::sp
   return nullptr;
 }
 
+// What an earlier measurement found for this very problem; nullptr where there is none, or where it has no say: a caller's
+// choice comes first, and blocks that follow the batch would break batch_invariant.
+const Tuning::Entry* tuned_entry(const tw_problem& problem, const Target& target) {
+  if (target.tuning == nullptr || !target.kernel.empty() || !target.choice.empty() || problem.batch_invariant) return nullptr;
+  if (problem.device != TW_CPU || (target.backend != TW_BACKEND_AUTO && target.backend != TW_BACKEND_CPU)) return nullptr;
+  return target.tuning->find(problem, target.num_threads);
+}
+
+Status plan_as_said(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows, Plan* plan) {
+  std::string refusals;
+  const KernelRow* row = choose(problem, target, rows, &refusals);
+  if (row == nullptr) {
+    if (!refusals.empty()) refusals.pop_back();
+    return unsupported("no kernel takes \"", format(problem), "\"", refusals.empty() ? "" : ":\n", refusals);
+  }
+  if (!target.choice.empty() && row->backend != TW_BACKEND_CPU)
+    return invalid("config: \"", format(target.choice), "\": ", row->name, " cuts by itself; must be NULL");
+  plan->problem = problem;
+  plan->target = target;
+  plan->row = row;
+  return row->plan(problem, target, plan);
+}
+
 }  // namespace
 
 std::string Plan::text() const {
@@ -49,16 +72,19 @@ std::string Plan::text() const {
 
 Status make_plan(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows, Plan* plan) {
   TW_RETURN_IF_ERROR(validate_problem(problem));
-  std::string refusals;
-  const KernelRow* row = choose(problem, target, rows, &refusals);
-  if (row == nullptr) {
-    if (!refusals.empty()) refusals.pop_back();
-    return unsupported("no kernel takes \"", format(problem), "\"", refusals.empty() ? "" : ":\n", refusals);
+  if (const Tuning::Entry* entry = tuned_entry(problem, target); entry != nullptr) {
+    Target tuned = target;
+    tuned.kernel = entry->kernel;
+    tuned.choice = entry->choice;
+    Plan made;
+    // A row or a cut that this version does not have: as if the file said nothing.
+    if (plan_as_said(problem, tuned, rows, &made).ok() && made.row->backend == TW_BACKEND_CPU) {
+      made.config += ", tuned";
+      *plan = made;
+      return Status();
+    }
   }
-  plan->problem = problem;
-  plan->target = target;
-  plan->row = row;
-  return row->plan(problem, target, plan);
+  return plan_as_said(problem, target, rows, plan);
 }
 
 std::string explain(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows) {
@@ -66,6 +92,11 @@ std::string explain(const tw_problem& problem, const Target& target, std::span<c
   if (Status status = validate_problem(problem); !status.ok()) return text + "invalid: " + status.message() + "\n";
   std::string refusals;
   choose(problem, target, rows, &refusals);
+  if (target.tuning != nullptr && !target.tuning->note().empty()) {
+    const Tuning::Entry* entry = tuned_entry(problem, target);
+    const std::string found = entry ? concat("; for this one ", entry->kernel, " ", format(entry->choice)) : "; none for this one";
+    refusals += target.tuning->note() + found + "\n";
+  }
   Plan plan;
   if (Status status = make_plan(problem, target, rows, &plan); !status.ok()) return text + status.message() + "\n";
   return text + refusals + plan.text();

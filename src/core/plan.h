@@ -5,6 +5,7 @@
 
 #include "core/problem.h"
 #include "core/status.h"
+#include "core/tuning.h"
 
 namespace tilewise {
 
@@ -16,6 +17,8 @@ struct Target {  // tw_target with its defaults resolved
   int32_t num_threads = 0;                // CPU; > 0 once resolved
   std::string kernel;                     // "" = best
   const tw_executor* executor = nullptr;  // nullptr = the library's pool
+  Choice choice;                          // of a CPU row; empty = the row's own
+  const Tuning* tuning = nullptr;         // consulted where neither kernel nor choice is given
 };
 
 struct Plan {

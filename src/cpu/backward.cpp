@@ -27,6 +27,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kBlockM = 192;       // query rows: a multiple of the strip (6); P and dS of a block take 2 x 147 KB of L2
+constexpr int64_t kMaxBlockN = 256;
 constexpr int64_t kMaxRanges = 8;      // partial dQ in memory: each is as large as dQ in float32
 constexpr int64_t kWantedTasks = 16;
 constexpr double kSerialFlops = 4e6;
@@ -42,13 +43,13 @@ struct Cut {
   int64_t packed_rows;                         // per key head, all sequences, each in whole strips
   int64_t chunks;                              // of kBlockM query rows, of the longest sequence
 
-  Cut(const TileKernels& k, const tw_problem& p) {
+  Cut(const TileKernels& k, const tw_problem& p, const Choice& choice) {
     group = group_size(p);
     lanes = k.lanes;
     panel = k.panel();
     keys_per_step = k.pairs ? 2 : 1;
     // K^T, V^T, K, dK and dV of a block share L2 with P and dS.
-    block_n = std::max(p.head_dim, p.head_dim_v) > 128 ? 64 : 192;
+    block_n = choice.block_n > 0 ? choice.block_n : std::max(p.head_dim, p.head_dim_v) > 128 ? 64 : 192;
     steps_q = k.pairs ? divide_up(p.head_dim, 2) : p.head_dim;
     steps_v = k.pairs ? divide_up(p.head_dim_v, 2) : p.head_dim_v;
     d_columns = round_up(p.head_dim, lanes);
@@ -58,12 +59,23 @@ struct Cut {
     whole_batch = has(p, TW_HAS_DBIAS) && (p.bias_dims & (TW_DIM_B | TW_DIM_H)) != (TW_DIM_B | TW_DIM_H);
     const int64_t heads = whole_batch ? 1 : std::max<int64_t>(p.batch * p.num_heads_k, 1);
     ranges = std::clamp<int64_t>(divide_up(kWantedTasks, heads), 1, kMaxRanges);
+    if (choice.splits > 0) ranges = choice.splits;
     if (p.batch_invariant) ranges = 1;  // where ranges begin would depend on the longest sequence
     range_length = round_up(std::max<int64_t>(divide_up(p.seqlen_k, ranges), 2 * block_n), block_n);
     ranges = std::max<int64_t>(divide_up(p.seqlen_k, range_length), 1);
     packed_rows = p.q_layout == TW_PACKED ? round_down(p.total_q * group, kStrip) + (p.batch + 1) * kStrip
                                           : p.batch * round_up(p.seqlen_q * group, kStrip);
     chunks = divide_up(p.seqlen_q * group, kBlockM);
+  }
+
+  static Status check(const Choice& choice, const tw_problem& p) {
+    if (choice.block_m != 0 && choice.block_m != kBlockM)
+      return invalid("config: block_m ", choice.block_m, ": backward has ", kBlockM, " alone");
+    if (choice.block_n % 64 != 0 || choice.block_n > kMaxBlockN)
+      return invalid("config: block_n ", choice.block_n, ": must be a multiple of 64 up to ", kMaxBlockN);
+    if (choice.splits > kMaxRanges || (choice.splits > 1 && p.batch_invariant))
+      return invalid("config: splits ", choice.splits, ": must be at most ", p.batch_invariant ? 1 : kMaxRanges, " here");
+    return Status();
   }
 
   int64_t tasks(const tw_problem& p) const { return ranges * (whole_batch ? 1 : p.batch * p.num_heads_k); }
@@ -166,7 +178,7 @@ int64_t bias_copy_elements(const tw_problem& p, const Cut& c) {
 class Backward {
  public:
   Backward(const TileKernels& kernels, const Plan& plan, const tw_tensors& tensors, void* workspace)
-      : kernels_(kernels), p_(plan.problem), t_(tensors), cut_(kernels, p_), rules_(p_, tensors, kernels.pairs),
+      : kernels_(kernels), p_(plan.problem), t_(tensors), cut_(kernels, p_, plan.target.choice), rules_(p_, tensors, kernels.pairs),
         mask_(mask_of(p_)), target_(plan.target), scale_(static_cast<float>(softmax_scale_of(p_))),
         threads_(flops(p_) < kSerialFlops ? 1 : plan.target.num_threads),
         space_(kernels, p_, cut_, bias_copy_elements(p_, cut_), workspace, plan.target.num_threads, &workspace_bytes_) {}
@@ -654,7 +666,8 @@ class Backward {
 }  // namespace
 
 Status plan_backward(const TileKernels& kernels, const tw_problem& problem, const Target& target, Plan* plan) {
-  const Cut cut(kernels, problem);
+  TW_RETURN_IF_ERROR(Cut::check(target.choice, problem));
+  const Cut cut(kernels, problem, target.choice);
   Workspace(kernels, problem, cut, bias_copy_elements(problem, cut), nullptr, target.num_threads, &plan->workspace_bytes);
   plan->block_m = kBlockM;
   plan->block_n = cut.block_n;

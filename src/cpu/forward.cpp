@@ -50,7 +50,7 @@ struct Cut {
   int64_t packed_keys;           // per key head, all sequences, in whole panels
   int64_t row_lanes;             // P: lanes per row of block_n columns
 
-  Cut(const TileKernels& k, const tw_problem& p, bool direct) : direct(direct) {
+  Cut(const TileKernels& k, const tw_problem& p, const Choice& choice, bool direct) : direct(direct) {
     group = group_size(p);
     lanes = k.lanes;
     panel = k.panel();
@@ -58,18 +58,19 @@ struct Cut {
     dv_columns = round_up(std::max<int64_t>(p.head_dim_v, 1), lanes);
     v_panels = divide_up(dv_columns, panel);
     // A panel of keys (64 x d floats) and the block's P and O stay in L2; 256 columns amortise the pass over O.
-    block_n = std::max(p.head_dim, p.head_dim_v) > 128 ? 128 : kMaxBlockN;
+    block_n = choice.block_n > 0 ? choice.block_n : std::max(p.head_dim, p.head_dim_v) > 128 ? 128 : kMaxBlockN;
     row_lanes = k.pairs ? block_n / 2 : block_n;
 
     const int64_t rows = p.seqlen_q * group;
     const int64_t heads = p.num_heads_k * (p.batch_invariant ? 1 : p.batch);
     block_m = 96;  // 16 strips; smaller where there would be too few tasks for many cores
     while (block_m > 24 && heads * divide_up(rows, block_m) < 64) block_m /= 2;
+    if (choice.block_m > 0) block_m = choice.block_m;
     m_blocks = std::max<int64_t>(divide_up(rows, block_m), 1);
     prepack = m_blocks > 1 && !direct;
 
-    if (p.num_splits > 0) {
-      splits = p.num_splits;
+    if (p.num_splits > 0 || choice.splits > 0) {
+      splits = p.num_splits > 0 ? p.num_splits : choice.splits;
       split_length = round_up(std::max<int64_t>(divide_up(p.seqlen_k, splits), 1), block_n);
     } else {
       // Whether to split depends on the longest sequences: a promise of batch invariance forbids it.
@@ -79,6 +80,20 @@ struct Cut {
     }
     packed_keys = p.k_layout == TW_PACKED ? round_down(p.total_k, panel) + (p.batch + 1) * panel
                                           : p.batch * round_up(p.seqlen_k, panel);
+  }
+
+  // What a choice may say: whole strips of rows, whole words of dropout's bits, and no more splits than there are blocks.
+  static Status check(const Choice& choice, const tw_problem& p) {
+    if (choice.block_m % kStrip != 0 || choice.block_m > 4 * 96)
+      return invalid("config: block_m ", choice.block_m, ": must be a multiple of ", kStrip, " up to 384");
+    if (choice.block_n % 64 != 0 || choice.block_n > kMaxBlockN)
+      return invalid("config: block_n ", choice.block_n, ": must be a multiple of 64 up to ", kMaxBlockN);
+    if (choice.splits > 1 && (p.num_splits > 0 || p.batch_invariant))
+      return invalid("config: splits ", choice.splits, ": the problem says num_splits or batch_invariant; must be 1");
+    const int64_t most = std::max<int64_t>(divide_up(p.seqlen_k, 64), 1);
+    if (choice.splits > most)
+      return invalid("config: splits ", choice.splits, ": must be at most ", most, " of these ", p.seqlen_k, " keys");
+    return Status();
   }
 
   int64_t tasks(const tw_problem& p) const { return p.batch * p.num_heads_k * m_blocks * splits; }
@@ -176,7 +191,7 @@ struct Workspace {
 class Forward {
  public:
   Forward(const TileKernels& kernels, const Plan& plan, const tw_tensors& tensors, void* workspace, bool direct)
-      : kernels_(kernels), p_(plan.problem), t_(tensors), cut_(kernels, p_, direct), rules_(p_, tensors, kernels.pairs),
+      : kernels_(kernels), p_(plan.problem), t_(tensors), cut_(kernels, p_, plan.target.choice, direct), rules_(p_, tensors, kernels.pairs),
         mask_(mask_of(p_)), target_(plan.target),
         threads_(flops(p_) < kSerialFlops ? 1 : plan.target.num_threads),
         space_(kernels, p_, cut_, workspace, plan.target.num_threads, &workspace_bytes_) {}
@@ -554,7 +569,8 @@ class Forward {
 };
 
 Status plan_any(const TileKernels& kernels, const tw_problem& problem, const Target& target, bool direct, Plan* plan) {
-  const Cut cut(kernels, problem, direct);
+  TW_RETURN_IF_ERROR(Cut::check(target.choice, problem));
+  const Cut cut(kernels, problem, target.choice, direct);
   Workspace(kernels, problem, cut, nullptr, target.num_threads, &plan->workspace_bytes);
   plan->block_m = cut.block_m;
   plan->block_n = cut.block_n;

@@ -4,11 +4,14 @@
 cli_test.py PATH/TO/tilewise [unittest options]
 """
 
+import collections
+import html.parser
 import json
 import math
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -20,6 +23,32 @@ import xml.etree.ElementTree
 TILEWISE = None
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FORMATS = {"<f4": "f", "<f2": "e", "<f8": "d", "<i4": "i", "<i8": "q", "|b1": "B", "|u1": "B"}
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class WellFormed(html.parser.HTMLParser):
+    """Every element closed in its turn, and nothing loaded from elsewhere."""
+
+    VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.foreign, self.count = [], [], collections.Counter()
+
+    def handle_starttag(self, tag, attributes):
+        self.count[tag] += 1
+        self.foreign += [value for name, value in attributes if name in ("src", "href") or "url(" in (value or "")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.count[tag] += 1
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, (tag, self.open, self.getpos())
+        self.open.pop()
 
 
 class Array:
@@ -688,6 +717,81 @@ class Others(Case):
         large = [check for check in record["checks"] if check["predicted"] > 16 << 20]
         self.assertGreater(len(large), 5)  # where 2 MiB would not hide a wrong matrix
         self.assertIn("15 within 1 % and 2 MiB, 0 beyond", self.good("memory", *problems, "--verify"))
+
+    def test_tune(self):
+        fwd, bwd = "fwd f32 b=1 hq=2 sq=96 d=32", "bwd f32 b=1 hq=2 sq=96 d=32"
+        text = self.good("tune", fwd, bwd, "--out", "my.tuning", "--json", "tune.json", "--time", "0", "--threads", "2")
+        self.assertIn("my.tuning written", text)
+        with open(self.path("tune.json")) as file:
+            results = json.load(file)["results"]
+        self.assertEqual([result["problem"] for result in results], [fwd, bwd])
+        for result in results:
+            self.assertLessEqual(result["seconds"], result["default_seconds"])
+            self.assertGreater(result["candidates"], 5)
+        with open(self.path("my.tuning")) as file:
+            lines = file.read().splitlines()
+        self.assertEqual(lines[1], "tilewise " + self.good("--version").split()[-1])
+        # A winner of our own, in the file's own head, is what the plan then does; in a file of another machine it is not.
+        row = json.loads(self.good("plan", fwd, "--json"))["kernel"]
+        head = "\n".join(lines[:4]) + "\n"
+        entry = f"{fwd}: {row} block_m=24 block_n=64\n"
+        environment = {**os.environ, "TILEWISE_TUNING": self.write("own.tuning", (head + entry).encode())}
+        plan = ("plan", fwd, "--threads", "2")
+        ask = lambda *words: subprocess.run([TILEWISE, *words], check=True, capture_output=True, text=True, env=environment, cwd=self.folder.name).stdout
+        self.assertIn("block 24x64", ask(*plan))
+        self.assertIn(", tuned", ask(*plan))
+        self.assertIn(f"for this one {row} block_m=24 block_n=64", ask("explain", fwd, "--threads", "2"))
+        self.assertNotIn("tuned", ask("plan", fwd, "--threads", "3"))
+        self.assertIn("ok  fwd f32", ask("check", fwd, "--threads", "2"))
+        self.write("own.tuning", (head.replace("machine ", "machine other ") + entry).encode())
+        self.assertEqual(ask(*plan), self.good(*plan))
+        self.assertIn("not used: made on", ask("explain", fwd, "--threads", "2"))
+        environment["TILEWISE_TUNING"] = self.path("missing.tuning")
+        self.assertEqual(ask(*plan), self.good(*plan))
+
+    def test_tune_errors(self):
+        self.bad("tune", words=["problem", "--cases"])
+        self.bad("tune", "fwd f32 cuda hq=1 sq=4 d=8", words=["cuda"])
+        self.bad("tune", "fwd f32 hq=1", words=["sq="])
+        self.bad("tune", "fwd f32 hq=1 sq=4 d=8", "--time", "-1", words=["--time", "-1"])
+        self.bad("tune", "fwd f32 hq=1 sq=4 d=8", "--out", "no/such/file", words=["--out", "no/such/file"])
+
+    def test_report(self):
+        done = self.tilewise("report", "--out", "page.html", "--time", "0", "--threads", "2")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        with open(self.path("page.html"), encoding="utf-8") as file:
+            page = file.read()
+        checker = WellFormed()
+        checker.feed(page)
+        checker.close()
+        self.assertEqual(checker.open, [])
+        self.assertEqual(checker.foreign, [], "the page must need nothing from elsewhere")
+        self.assertEqual(checker.count["svg"], 3)
+        self.assertEqual(checker.count["section"], 6)
+        for word in ("forward_scalar", "reference", "float64", "GFLOP/s", "standard", "not in {f32, f16, bf16}", "Llama 3 8B"):
+            self.assertIn(word, page)
+        self.good("report", "--out", "page.html", "--bench", os.path.join(REPOSITORY, "bench/results/cpu.json"), "--bench", os.path.join(REPOSITORY, "bench/results/python_sdpa.json"))
+        with open(self.path("page.html"), encoding="utf-8") as file:
+            page = file.read()
+        for word in ("python_sdpa.json", "torch SDPA over Tilewise", "of peak"):
+            self.assertIn(word, page)
+        self.bad("report", "--bench", "missing.json", words=["--bench", "missing.json"])
+        self.bad("report", "--bench", self.write("odd.json", b"{}"), words=["--bench", "odd.json", "tilewise bench --json"])
+        self.bad("report", "--out", "no/such/page.html", words=["--out", "no/such/page.html"])
+
+    @unittest.skipUnless(BROWSER, "no Chromium here (Debian package chromium)")
+    def test_report_in_a_browser(self):
+        self.good("report", "--out", "page.html", "--bench", os.path.join(REPOSITORY, "bench/results/cpu.json"), "--threads", "2")
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={self.path('profile')}"]
+        done = subprocess.run([BROWSER, *flags, "--virtual-time-budget=2000", "--dump-dom", "file://" + self.path("page.html")],
+                              capture_output=True, text=True, timeout=180)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.count("<svg"), 3)
+        self.assertIn("</section>", done.stdout)
+        done = subprocess.run([BROWSER, *flags, f"--screenshot={self.path('page.png')}", "--window-size=1100,1400", "file://" + self.path("page.html")],
+                              capture_output=True, text=True, timeout=180)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertGreater(os.path.getsize(self.path("page.png")), 30000)  # a blank page has a tenth of that
 
     def test_memory_errors(self):
         self.bad("memory", words=["problem", "--model"])

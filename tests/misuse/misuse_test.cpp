@@ -366,6 +366,10 @@ TEST(Targets, AreChecked) {
   EXPECT_EQ(create([](tw_target& t) { t.device_index = -1; }), TW_INVALID_ARGUMENT);
   EXPECT_EQ(create([](tw_target& t) { t.kernel = "forward_abacus"; }), TW_UNSUPPORTED);
   EXPECT_NE(std::string(tw_last_error()).find("forward_abacus"), std::string::npos) << tw_last_error();
+  EXPECT_EQ(create([](tw_target& t) { t.config = "frob=3"; }), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(create([](tw_target& t) { t.config = "block_m=0"; }), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(create([](tw_target& t) { t.config = "block_m=7"; }), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(create([](tw_target& t) { t.config = "splits=300"; }), TW_INVALID_ARGUMENT);
   tw_executor executor{sizeof(tw_executor), 0, nullptr, nullptr};
   EXPECT_EQ(create([&](tw_target& t) { t.executor = &executor; }), TW_INVALID_ARGUMENT);
   executor.num_workers = 1;

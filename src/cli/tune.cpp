@@ -1,0 +1,227 @@
+// tilewise tune: measures how the CPU's rows may cut a problem, and keeps what is faster than the default.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/cases.h"
+#include "cli/cli.h"
+#include "cli/output_files.h"
+#include "harness/inputs.h"
+
+namespace tilewise::cli {
+namespace {
+
+using Json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+
+constexpr double kWorthIt = 0.01;  // a choice has to be faster by this much, or the default stays
+constexpr size_t kFinalists = 6;
+
+struct Options {
+  std::vector<std::string> problems;
+  std::string cases, out, json, time = "3", threads;
+};
+
+struct Candidate {
+  std::string kernel, config;  // "" and "" = the default
+  std::unique_ptr<Plan> plan;
+  tw_plan_info info{};
+  double seconds =
+      std::numeric_limits<double>::infinity();  // the fastest of its runs: others are slower by the machine's doing
+};
+
+struct Tuned {
+  std::string problem, kernel, config, default_kernel, default_config;
+  double seconds = 0, default_seconds = 0;
+  size_t candidates = 0;
+};
+
+// The default first, then every cut that a row takes.
+std::vector<Candidate> candidates_of(const Problem& problem, int threads) {
+  std::vector<Candidate> found;
+  const auto add = [&](const std::string& kernel, const std::string& config) {
+    Target target = target_named("cpu", kernel, threads);
+    target.config = config;
+    try {
+      Candidate candidate{kernel, config, std::make_unique<Plan>(problem, target), {}};
+      candidate.info = candidate.plan->info();
+      // A cut that changes nothing has the text of one that is here already.
+      for (const Candidate& other : found)
+        if (std::string_view(other.info.kernel) == candidate.info.kernel &&
+            std::string_view(other.info.config) == candidate.info.config &&
+            other.info.num_splits == candidate.info.num_splits)
+          return;
+      found.push_back(std::move(candidate));
+    } catch (const Error&) {  // this row or this cut does not take it
+    }
+  };
+  add("", "");
+  if (found.empty()) Plan(problem, target_named("cpu", "", threads));  // throws, and says why
+  for (const tw_kernel_info& row : kernels()) {
+    if (!row.available || row.backend != TW_BACKEND_CPU || row.pass != problem.c().pass ||
+        std::string_view(row.isa) == "scalar")
+      continue;
+    const bool backward = row.pass == TW_BACKWARD;
+    for (const int block_m : backward ? std::vector{0} : std::vector{24, 48, 96, 192})
+      for (const int block_n : {64, 128, 192, 256})
+        for (const int splits : {0, 1, 2, 4, 8}) {
+          std::string config = fmt::format("block_n={}", block_n);
+          if (block_m > 0) config = fmt::format("block_m={} ", block_m) + config;
+          if (splits > 0) config += fmt::format(" splits={}", splits);
+          add(row.name, config);
+        }
+  }
+  return found;
+}
+
+tw_tensors forward_only(tw_tensors t) {
+  t.dout = t.dlse = nullptr;
+  t.dq = t.dk = t.dv = t.dbias = t.dalibi = t.dsink = nullptr;
+  return t;
+}
+
+Tuned tune(const std::string& text, int threads, double budget) {
+  const Problem problem = parse_problem(text);
+  std::vector<Candidate> candidates = candidates_of(problem, threads);
+  std::unique_ptr<harness::Inputs> inputs;
+  std::string error;
+  const tw_status status = harness::Inputs::make(problem.c(), {}, &inputs, &error);
+  if (status != TW_OK) throw Error(status, error);
+  const tw_tensors tensors = inputs->tensors();
+  if (problem.c().pass == TW_BACKWARD) {
+    const tw_problem forward = inputs->forward_problem();
+    const tw_tensors t = forward_only(tensors);
+    const Target target = target_named("cpu", "", threads);
+    const tw_target where = target.c();
+    detail::require(tw_forward(&forward, &t, &where, nullptr));
+  }
+  int64_t most = 0;
+  for (const Candidate& candidate : candidates) most = std::max(most, candidate.info.workspace_bytes);
+  const Workspace workspace(static_cast<size_t>(most));
+  const auto run = [&](Candidate& candidate) {
+    const auto begin = Clock::now();
+    detail::require(tw_run(candidate.plan->c(), &tensors, workspace.data(), workspace.size(), nullptr));
+    candidate.seconds = std::min(candidate.seconds, std::chrono::duration<double>(Clock::now() - begin).count());
+  };
+  const auto begin = Clock::now();
+  const auto spent = [&] { return std::chrono::duration<double>(Clock::now() - begin).count(); };
+  const auto by_time = [](const Candidate& a, const Candidate& b) { return a.seconds < b.seconds; };
+  // In turns, so that a slow moment of the machine meets all; then the slower half goes, until few are left.
+  const size_t count = candidates.size();
+  do {
+    const size_t rounds = candidates.size() <= kFinalists + 1 ? 5 : 2;
+    for (size_t round = 0; round < rounds; ++round)
+      for (Candidate& candidate : candidates) run(candidate);
+    if (candidates.size() > kFinalists + 1) {
+      std::sort(candidates.begin() + 1, candidates.end(), by_time);
+      candidates.resize(1 + std::max(kFinalists, (candidates.size() - 1) / 2));
+    }
+  } while (candidates.size() > kFinalists + 1 || spent() < budget);
+  const Candidate& usual = candidates.front();
+  const Candidate& best = *std::min_element(candidates.begin(), candidates.end(), by_time);
+  const bool worth_it = best.seconds < (1 - kWorthIt) * usual.seconds;
+  const Candidate& chosen = worth_it ? best : usual;
+  return {problem.text(),
+          chosen.info.kernel,
+          worth_it ? chosen.config : "",
+          usual.info.kernel,
+          usual.info.config,
+          chosen.seconds,
+          usual.seconds,
+          count};
+}
+
+// "cpu ...; caches ...": what the library compares a file's machine with.
+std::string machine_line() {
+  std::string line;
+  const std::string text = machine();
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find('\n', at), text.size());
+    const std::string part = text.substr(at, end - at);
+    if (part.starts_with("cpu ") || part.starts_with("caches ")) line += (line.empty() ? "" : "; ") + part;
+    at = end + 1;
+  }
+  return line;
+}
+
+void run(const Options& o) {
+  const int threads = thread_count(o.threads);
+  const double time = to_number<double>("--time", o.time, 0, 86400, "seconds, 0 to 86400");
+  std::vector<std::string> texts = o.problems;
+  if (!o.cases.empty())
+    for (const std::string& text : read_cases(o.cases)) texts.push_back(text);
+  if (texts.empty()) throw UsageError("problem: none given; must be a problem's text, or --cases");
+  for (const std::string& text : texts)
+    if (parse_problem(text).c().device == TW_CUDA)
+      throw UsageError("problem: \"" + text + "\": tune measures the CPU; must be without cuda");
+  const char* from_environment = std::getenv("TILEWISE_TUNING");
+  const std::string out = !o.out.empty()                                     ? o.out
+                          : from_environment != nullptr && *from_environment ? from_environment
+                                                                             : "tilewise.tuning";
+  require_writable("--out", out);
+  if (!o.json.empty()) require_writable("--json", o.json);
+
+  std::string file = fmt::format(
+      "# Made by `tilewise tune` on {}. Plans use it where TILEWISE_TUNING names it; without it they choose by "
+      "themselves.\n"
+      "tilewise {}\nmachine {}\nthreads {}\n",
+      date_text(), version(), machine_line(), threads);
+  Json json = {{"tool", "tilewise tune"},
+               {"version", version()},
+               {"date", date_text()},
+               {"machine", machine()},
+               {"threads", threads},
+               {"method", "candidates in turns, fastest run of each; a choice must be 1 % faster than the default"},
+               {"results", Json::array()}};
+  print(fmt::format("{:>10} {:>10} {:>7}  {:<52} {}\n", "default", "tuned", "faster", "choice", "problem"));
+  for (const std::string& text : texts) {
+    const Tuned tuned = tune(text, threads, time);
+    const bool kept = !tuned.config.empty();
+    const std::string choice = kept ? tuned.kernel + " " + tuned.config : "the default";
+    print(fmt::format("{:>10} {:>10} {:>6.1f}%  {:<52} {}\n", seconds_text(tuned.default_seconds),
+                      seconds_text(tuned.seconds), 100 * (tuned.default_seconds / tuned.seconds - 1), choice,
+                      tuned.problem));
+    if (kept)
+      file += fmt::format("{}: {} {}  # {}, default {}\n", tuned.problem, tuned.kernel, tuned.config,
+                          seconds_text(tuned.seconds), seconds_text(tuned.default_seconds));
+    else
+      file += fmt::format("# {}: the default, {}\n", tuned.problem, seconds_text(tuned.default_seconds));
+    json["results"].push_back({{"problem", tuned.problem},
+                               {"default_kernel", tuned.default_kernel},
+                               {"default_config", tuned.default_config},
+                               {"default_seconds", tuned.default_seconds},
+                               {"kernel", tuned.kernel},
+                               {"config", tuned.config},
+                               {"seconds", tuned.seconds},
+                               {"candidates", tuned.candidates}});
+  }
+  write_text(out, file);
+  if (!o.json.empty()) write_text(o.json, json.dump(1) + "\n");
+  print(fmt::format("{} written; export TILEWISE_TUNING={} to use it\n", out, out));
+}
+
+}  // namespace
+
+void add_tune(CLI::App& app) {
+  auto options = std::make_shared<Options>();
+  CLI::App* command =
+      add_command(app, "tune", "Measure how problems are best cut on this machine, and keep the winners",
+                  "  tilewise tune \"fwd f32 hq=16 sq=2048 d=64\" \"bwd f32 hq=16 sq=2048 d=64\" --out my.tuning\n"
+                  "  tilewise tune --cases bench/cases/tune.txt --time 10\n"
+                  "  TILEWISE_TUNING=my.tuning tilewise explain \"fwd f32 hq=16 sq=2048 d=64\"\n"
+                  "A file of another version, machine or number of threads is not used; explain says so.");
+  command->add_option("problem", options->problems, "Problem texts")->type_name("PROBLEM");
+  add_text(command, "--cases", options->cases, "FILE", "Problem texts, one a line");
+  add_text(command, "--out", options->out, "FILE", "The winners (default: TILEWISE_TUNING, else tilewise.tuning)");
+  add_text(command, "--json", options->json, "FILE", "Write machine, version and times to a file");
+  add_text(command, "--time", options->time, "SECONDS", "Per problem, once few candidates are left")
+      ->capture_default_str();
+  add_text(command, "--threads", options->threads, "N", "Threads (default: the library's)");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace tilewise::cli
