@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reads the machine code of the sm_90a forward kernels and fails if it is not the pipeline that the source describes.
+"""Reads the machine code of the sm_90a kernels and fails if it is not the pipeline that the source describes.
 
     tools/check_sm90_code.py [--show] OBJECT...     object files of nvcc, with machine code for sm_90a
 
@@ -85,6 +85,17 @@ def faults(code):
     return found
 
 
+def backward_faults(code):
+    text, counts = events(code)
+    found = ["%d %s: registers are kept in local memory" % (counts[name], name) for name in ("LDL", "STL") if counts[name]]
+    if counts["UTMALDG"] < 4:
+        found.append("%d UTMALDG: Q, K, V and dO are loaded by the copy engine" % counts["UTMALDG"])
+    runs = re.findall(r"product:(\d+) (\w+):", text)
+    if not runs or min(int(count) for count, _ in runs) < 4 or any(follows not in ("wait0", "fence") for _, follows in runs):
+        found.append("products are not issued together: " + text)
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", action="store_true", help="print the order of instructions of every kernel")
@@ -95,12 +106,16 @@ def main():
         with open(path, "rb") as file:
             data = file.read()
         for name, code in kernels(data):
-            if "forward_sm90_kernel" not in name:
+            if "forward_sm90_kernel" in name:
+                check = faults
+            elif "backward_sm90_kernel" in name:
+                check = backward_faults
+            else:
                 continue
             checked += 1
             if options.show:
                 print(name, *events(code))
-            for fault in faults(code):
+            for fault in check(code):
                 bad += 1
                 print("%s: %s" % (name, fault))
     print("%d kernels checked, %d faults" % (checked, bad))

@@ -58,11 +58,6 @@ BackwardKind kind_for(const tw_problem& p) {  // the sink is in lse already
   return p.dropout_p > 0 ? BackwardKind::kDropout : BackwardKind::kPlain;
 }
 
-int64_t padded_rows(const tw_problem& p) {
-  return p.q_layout == TW_PACKED ? (p.total_q / kRowPadding + p.batch + 1) * kRowPadding
-                                 : p.batch * ceil_div(p.seqlen_q, kRowPadding) * kRowPadding;
-}
-
 bool in_dim(const tw_problem& p, int dim, int64_t size) { return (p.bias_dims & dim) != 0 || size <= 1; }
 
 int64_t bias_size(const tw_problem& p) {
@@ -76,7 +71,7 @@ struct Workspace {
 
   Workspace(const tw_problem& p, const BackwardConfig& config) {
     const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
-    const int64_t rows = p.num_heads_q * padded_rows(p);
+    const int64_t rows = p.num_heads_q * backward_padded_rows(p);
     total = 0;
     const auto take = [&](bool needed, int64_t elements) {
       const int64_t at = total;
@@ -95,6 +90,35 @@ struct Workspace {
 };
 
 }  // namespace
+
+int64_t backward_padded_rows(const tw_problem& p) {
+  return p.q_layout == TW_PACKED ? (p.total_q / kRowPadding + p.batch + 1) * kRowPadding
+                                 : p.batch * ceil_div(p.seqlen_q, kRowPadding) * kRowPadding;
+}
+
+BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
+  BackwardParams params = {};
+  params.sequence = sequence_params(p, t);
+  params.score = score_params(p, t);
+  params.q = row_tensor(*t.q);
+  params.k = row_tensor(*t.k);
+  params.v = row_tensor(*t.v);
+  params.o = row_tensor(*t.o);
+  params.dout = row_tensor(*t.dout);
+  if (t.dq) params.dq = row_tensor(*t.dq), params.dq_is_float = t.dq->dtype == TW_FLOAT32;
+  params.dq_aligned = t.dq && !params.dq_is_float && rows_aligned(*t.dq);
+  if (t.dk) params.dk = row_tensor(*t.dk), params.dk_is_float = t.dk->dtype == TW_FLOAT32;
+  if (t.dv) params.dv = row_tensor(*t.dv), params.dv_is_float = t.dv->dtype == TW_FLOAT32;
+  params.o_is_float = t.o->dtype == TW_FLOAT32;
+  params.aligned = rows_aligned(*t.q) && rows_aligned(*t.k) && rows_aligned(*t.v) && rows_aligned(*t.dout);
+  params.o_aligned = !params.o_is_float && rows_aligned(*t.o);
+  params.head_dim = static_cast<int32_t>(p.head_dim);
+  params.head_dim_v = static_cast<int32_t>(p.head_dim_v);
+  params.lse = row_scalar(t.lse);
+  params.dlse = row_scalar(t.dlse);
+  params.padded_rows = backward_padded_rows(p);
+  return params;
+}
 
 std::string refuse_backward_sm80(const tw_problem& p) {
   if (std::string reason = refuse_common(p); !reason.empty()) return reason;
@@ -131,31 +155,18 @@ Status plan_backward_sm80(const tw_problem& p, const Target& target, Plan* plan)
 }
 
 Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
+  return run_backward_sm80_if(nullptr, plan, t, workspace, stream);
+}
+
+Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
   const tw_problem& p = plan.problem;
   const BackwardKernels& kernels = *find_kernels(p);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
 
-  BackwardParams params = {};
-  params.sequence = sequence_params(p, t);
-  params.score = score_params(p, t);
-  params.q = row_tensor(*t.q);
-  params.k = row_tensor(*t.k);
-  params.v = row_tensor(*t.v);
-  params.o = row_tensor(*t.o);
-  params.dout = row_tensor(*t.dout);
-  if (t.dq) params.dq = row_tensor(*t.dq), params.dq_is_float = t.dq->dtype == TW_FLOAT32;
-  if (t.dk) params.dk = row_tensor(*t.dk), params.dk_is_float = t.dk->dtype == TW_FLOAT32;
-  if (t.dv) params.dv = row_tensor(*t.dv), params.dv_is_float = t.dv->dtype == TW_FLOAT32;
-  params.o_is_float = t.o->dtype == TW_FLOAT32;
-  params.aligned = rows_aligned(*t.q) && rows_aligned(*t.k) && rows_aligned(*t.v) && rows_aligned(*t.dout);
-  params.o_aligned = !params.o_is_float && rows_aligned(*t.o);
-  params.head_dim = static_cast<int32_t>(p.head_dim);
-  params.head_dim_v = static_cast<int32_t>(p.head_dim_v);
+  BackwardParams params = backward_params(p, t);
   params.head_dim_rounded = kernels.head_dim;
-  params.lse = row_scalar(t.lse);
-  params.dlse = row_scalar(t.dlse);
-  params.padded_rows = padded_rows(p);
+  params.only_if = only_if;
 
   const BackwardKind kind = params.aligned ? kind_for(p) : BackwardKind::kGeneral;
   const BackwardConfig& config = config_for(kernels, kind, plan.target);

@@ -3,11 +3,18 @@
 #include <string>
 
 #include "core/plan.h"
+#include "cuda/params.h"
 
 namespace tilewise::cuda {
 
 std::string refuse_backward_sm80(const tw_problem& problem);
 Status plan_backward_sm80(const tw_problem& problem, const Target& target, Plan* plan);
 Status run_backward_sm80(const Plan& plan, const tw_tensors& tensors, void* workspace, void* stream);
+// The same, by kernels that do nothing if *only_if, in device memory, is 0 when they start.
+Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_tensors& tensors, void* workspace, void* stream);
+
+// What every backward row needs to know of its tensors.
+BackwardParams backward_params(const tw_problem& problem, const tw_tensors& tensors);
+int64_t backward_padded_rows(const tw_problem& problem);  // per head
 
 }  // namespace tilewise::cuda

@@ -7,10 +7,24 @@ namespace tilewise::cuda {
 
 inline constexpr int kPostWarps = 8;
 
+// Lane q of a quad gets x[q] of each lane: x[i] is then that of lane i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & mask) continue;
+      const bool high = (quad & mask) != 0;
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + mask], mask);
+      (high ? x[i] : x[i + mask]) = other;
+    }
+}
+
 // Grid: (block of kRowPadding rows) x head x batch (one more when rows are packed: the rows of no sequence). A warp
 // turns 16 rows at a time from fragments to rows.
 template <class T>
 __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __grid_constant__ BackwardParams p) {
+  if (p.only_if && *p.only_if == 0) return;
   const int row_blocks = max(1, (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding);
   unsigned index = blockIdx.x;
   const int block = static_cast<int>(index % row_blocks);
@@ -39,21 +53,46 @@ __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __
   }
   const DeviceSequence s = resolve(p.sequence, b);
   const int64_t base = (p.sequence.packed_q ? s.q_begin * p.dq.row : b * p.dq.batch) + h * p.dq.head;
-  for (int group = warp; group < kRowPadding / 16; group += kPostWarps) {
-    const int first = block * kRowPadding + group * 16;
-    if (first >= s.capacity_q) return;
-    const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
-    const auto* sums = reinterpret_cast<const float4*>(p.dq_sum + padded * p.head_dim_rounded) + lane;
-    for (int n = 0; n * 8 < p.head_dim; ++n) {
-      const float4 x = sums[n * 32];
-      for (int half = 0; half < 2; ++half) {
-        const int i = first + (lane >> 2) + 8 * half;
-        if (i >= s.capacity_q) continue;
-        const bool used = i < s.seqlen_q;
-        const float factor = p.score.scale;
-        store(base + i * p.dq.row + n * 8 + 2 * (lane & 3), used ? (half ? x.z : x.x) * factor : 0.f,
-              used ? (half ? x.w : x.y) * factor : 0.f, pairs);
+  const int first = (block * kPostWarps + warp) * 16;
+  static_assert(kPostWarps * 16 == kRowPadding);
+  if (first >= s.capacity_q) return;
+  const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
+  const auto* sums = reinterpret_cast<const float4*>(p.dq_sum + padded * p.head_dim_rounded) + lane;
+  const float factor = p.score.scale;
+  if (p.dq_aligned) {  // 32 columns at a time: quads exchange their pairs, so that a lane stores 16 bytes of a row
+    const int quad = lane & 3;
+#pragma unroll 2
+    for (int n = 0; n < p.head_dim_rounded / 8; n += 4) {
+      uint32_t upper[4], lower[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 x = __ldcs(sums + (n + i) * 32);
+        upper[i] = ptx::pack<T>(x.x * factor, x.y * factor);
+        lower[i] = ptx::pack<T>(x.z * factor, x.w * factor);
       }
+      transpose_quad(upper, quad);
+      transpose_quad(lower, quad);
+      const int i = first + (lane >> 2), column = (n + quad) * 8;
+      if (column >= p.head_dim) continue;
+      T* const out = static_cast<T*>(p.dq.data) + base + column;
+      const uint4 zero = make_uint4(0, 0, 0, 0);
+      if (i < s.capacity_q)
+        *reinterpret_cast<uint4*>(out + i * p.dq.row) =
+            i < s.seqlen_q ? make_uint4(upper[0], upper[1], upper[2], upper[3]) : zero;
+      if (i + 8 < s.capacity_q)
+        *reinterpret_cast<uint4*>(out + (i + 8) * p.dq.row) =
+            i + 8 < s.seqlen_q ? make_uint4(lower[0], lower[1], lower[2], lower[3]) : zero;
+    }
+    return;
+  }
+  for (int n = 0; n * 8 < p.head_dim; ++n) {
+    const float4 x = sums[n * 32];
+    for (int half = 0; half < 2; ++half) {
+      const int i = first + (lane >> 2) + 8 * half;
+      if (i >= s.capacity_q) continue;
+      const bool used = i < s.seqlen_q;
+      store(base + i * p.dq.row + n * 8 + 2 * (lane & 3), used ? (half ? x.z : x.x) * factor : 0.f,
+            used ? (half ? x.w : x.y) * factor : 0.f, pairs);
     }
   }
 }

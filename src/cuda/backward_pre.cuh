@@ -33,11 +33,51 @@ __device__ __forceinline__ float partial_delta(const BackwardParams& p, const T*
   return sum;
 }
 
+// The same for kRows rows, `step` apart, of 64 kChunks columns: every load is under way before the first sum.
+template <class T, int kChunks, int kRows>
+__device__ __forceinline__ void partial_deltas(const BackwardParams& p, const T* dout, const T* o, int first, int step, int end,
+                                               int lane, float (&sums)[kRows]) {
+  uint4 a[kRows][kChunks], b[kRows][kChunks];
+#pragma unroll
+  for (int n = 0; n < kRows; ++n)
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int64_t i = first + n * step, column = (lane + c * kPreLanesPerRow) * 8;
+      a[n][c] = b[n][c] = make_uint4(0, 0, 0, 0);
+      if (i < end) {
+        a[n][c] = __ldcs(reinterpret_cast<const uint4*>(dout + i * p.dout.row + column));
+        b[n][c] = __ldcs(reinterpret_cast<const uint4*>(o + i * p.o.row + column));
+      }
+    }
+#pragma unroll
+  for (int n = 0; n < kRows; ++n) {
+    sums[n] = 0.f;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint32_t x[4] = {a[n][c].x, a[n][c].y, a[n][c].z, a[n][c].w}, y[4] = {b[n][c].x, b[n][c].y, b[n][c].z, b[n][c].w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 u = ptx::unpack<T>(x[k]), w = ptx::unpack<T>(y[k]);
+        sums[n] += u.x * w.x + u.y * w.y;
+      }
+    }
+  }
+}
+
+// x as the sum of three bfloat16, and zeros.
+__device__ __forceinline__ uint4 bfloat16_parts(float x) {
+  const float high = __bfloat162float(__float2bfloat16_rn(x)), rest = x - high;
+  const float middle = __bfloat162float(__float2bfloat16_rn(rest));
+  return make_uint4(ptx::pack<ptx::bfloat16>(high, middle), ptx::pack<ptx::bfloat16>(rest - middle, 0.f), 0, 0);
+}
+
 // Grid: (row block of kRowPadding) x head x batch.
 template <class T>
 __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
+  if (p.only_if && *p.only_if == 0) return;
   const int row_blocks = (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding;
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.ticket) *p.ticket = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.nonfinite) *p.nonfinite = 0;
   unsigned index = blockIdx.x;
   const int block = static_cast<int>(index % row_blocks);
   index /= row_blocks;
@@ -50,10 +90,31 @@ __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_
   const T* dout = query_rows<const T>(p.dout, p.sequence, s, b, h);
   const int64_t o_base = (p.sequence.packed_q ? s.q_begin * p.o.row : b * p.o.batch) + h * p.o.head;
   const int lane = threadIdx.x % kPreLanesPerRow;
-  for (int r = threadIdx.x / kPreLanesPerRow; r < kRowPadding; r += kPreThreads / kPreLanesPerRow) {
-    const int i = first + r;
+  constexpr int kRowsPerLane = kRowPadding * kPreLanesPerRow / kPreThreads, kRowStep = kPreThreads / kPreLanesPerRow;
+  float deltas[kRowsPerLane];
+  const int first_row = first + threadIdx.x / kPreLanesPerRow;
+  const bool fast = p.aligned && p.o_aligned;
+  const T* const o = static_cast<const T*>(p.o.data) + o_base;
+  if (fast && p.head_dim_v == 64) {
+    partial_deltas<T, 1>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas);
+  } else if (fast && p.head_dim_v == 128) {
+    partial_deltas<T, 2>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas);
+  } else {
+#pragma unroll
+    for (int n = 0; n < kRowsPerLane; ++n) {
+      const int i = first_row + n * kRowStep;
+      deltas[n] = i < s.seqlen_q ? partial_delta<T>(p, dout + i * p.dout.row, o_base + i * p.o.row, lane) : 0.f;
+    }
+  }
+  if (p.dq_sum) {
+    auto* out = reinterpret_cast<float4*>(p.dq_sum + padded * p.head_dim_rounded);
+    for (int n = threadIdx.x; n < kRowPadding * p.head_dim_rounded / 4; n += kPreThreads) out[n] = make_float4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int n = 0; n < kRowsPerLane; ++n) {
+    const int r = threadIdx.x / kPreLanesPerRow + n * kRowStep, i = first + r;
     const bool used = i < s.seqlen_q;
-    float delta = used ? partial_delta<T>(p, dout + i * p.dout.row, o_base + i * p.o.row, lane) : 0.f;
+    float delta = deltas[n];
 #pragma unroll
     for (int mask = 1; mask < kPreLanesPerRow; mask *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, mask);
     if (lane != 0) continue;
@@ -62,10 +123,12 @@ __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_
     const bool empty = lse == kMinusInf;
     p.lse_log2[padded + r] = empty ? -kMinusInf : lse * kLog2E;
     p.delta[padded + r] = empty ? 0.f : delta;
-  }
-  if (p.dq_sum) {
-    auto* out = reinterpret_cast<float4*>(p.dq_sum + padded * p.head_dim_rounded);
-    for (int n = threadIdx.x; n < kRowPadding * p.head_dim_rounded / 4; n += kPreThreads) out[n] = make_float4(0, 0, 0, 0);
+    if (p.row_columns) {
+      auto* const columns = reinterpret_cast<uint4*>(p.row_columns + (padded + r) / 8 * 256) + r % 8;
+      // 2^100 makes 2^(scale (q k - 2^100)) zero, and stays finite where it meets the zeros of the other operand.
+      columns[0] = bfloat16_parts(empty ? copysignf(0x1p100f, p.inverse_scale) : lse * p.inverse_scale);
+      columns[8] = bfloat16_parts(empty ? 0.f : delta);
+    }
   }
   if (p.turn) {
     const int tiles = kRowPadding / p.block_m, count = tiles * p.turns_per_block;
@@ -85,6 +148,7 @@ struct DsinkParams {
 template <int kThreads = kPreThreads>
 __global__ void __launch_bounds__(kThreads) dsink_kernel(const __grid_constant__ DsinkParams params) {
   const BackwardParams& p = params.backward;
+  if (p.only_if && *p.only_if == 0) return;
   const int h = blockIdx.x;
   const float sink = p.score.sink[h * p.score.sink_head] * kLog2E;
   float sum = 0.f;

@@ -15,21 +15,11 @@
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/element.cuh"
+#include "cuda/tile/key_block.cuh"
 #include "cuda/tile/mma_tile.cuh"
 #include "cuda/tile/score.cuh"
 
 namespace tilewise::cuda {
-
-// Queries that see key j, of [0, seqlen_q).
-__device__ __forceinline__ Range visible_queries(const ScoreParams& p, int j, int seqlen_q, int seqlen_k) {
-  const int at = j - (seqlen_k - seqlen_q);
-  Range rows{0, seqlen_q};
-  if (p.window_right >= 0) rows.begin = max(0, at - p.window_right);
-  if (p.window_left >= 0) rows.end = min(seqlen_q, at + p.window_left + 1);
-  if (j >= seqlen_k) rows.end = 0;
-  rows.end = max(rows.end, rows.begin);
-  return rows;
-}
 
 template <BackwardConfig C>
 struct BackwardKernel {
@@ -518,26 +508,6 @@ struct BackwardKernel {
   }
 };
 
-// Rows of dk and dv that no sequence owns.
-template <class T>
-__device__ void zero_key_tail(const BackwardParams& p, int h, int block, int rows_per_block) {
-  const int64_t stride = static_cast<int64_t>(p.num_key_blocks) * rows_per_block;
-  for (int64_t first = p.sequence.cu_seqlens_k.at(p.sequence.batch) + static_cast<int64_t>(block) * rows_per_block;
-       first < p.sequence.total_k; first += stride)
-    for (int r = threadIdx.x / 32; r < rows_per_block && first + r < p.sequence.total_k; r += blockDim.x / 32)
-      for (int which = 0; which < 2; ++which) {
-        const RowTensor& x = which ? p.dv : p.dk;
-        if (x.data == nullptr) continue;
-        const int64_t at = (first + r) * x.row + h * x.head;
-        for (int c = threadIdx.x % 32; c < (which ? p.head_dim_v : p.head_dim); c += 32) {
-          if (which ? p.dv_is_float : p.dk_is_float)
-            static_cast<float*>(x.data)[at + c] = 0.f;
-          else
-            static_cast<T*>(x.data)[at + c] = ptx::from_float<T>(0.f);
-        }
-      }
-}
-
 // Grid: key block inside key head inside batch entry (one more when keys are packed); with causal masks the blocks with
 // the most queries come first.
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
@@ -547,6 +517,7 @@ __global__ void __launch_bounds__(backward_config(kElement, kKind, kHeadDim, kSm
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr BackwardConfig C = backward_config(kElement, kKind, kHeadDim, kSmall);
   using Kernel = BackwardKernel<C>;
+  if (p.only_if && *p.only_if == 0) return;
   unsigned index = blockIdx.x;
   if (p.deterministic) {  // whoever waits for a turn waits for a block that has started before
     auto* ticket = reinterpret_cast<unsigned*>(shared);

@@ -101,6 +101,7 @@ struct BackwardParams {
   bool o_is_float, dq_is_float, dk_is_float, dv_is_float;
   bool aligned;      // q, k, v, dout: the fast copies work
   bool o_aligned;    // o: 16-byte loads work
+  bool dq_aligned;   // dq: 16-byte stores work, and it is of q's type
   int32_t head_dim, head_dim_v, head_dim_rounded;
   RowScalar lse, dlse;
   int64_t padded_rows;  // per head, all sequences
@@ -113,6 +114,12 @@ struct BackwardParams {
   int32_t* ticket;  // [1]
   int32_t* turn;    // [head, batch, query block, warp]
   int32_t turns_per_block, block_m;
+  // sm_90a: lse / scale and delta as columns of a product, [head, padded row / 8, {lse, delta}, row % 8, 8 bfloat16 of
+  // which 3 are used: their sum is the value]; null: not wanted.
+  uint8_t* row_columns;
+  float inverse_scale;       // 1 / scale, finite
+  int32_t* nonfinite;        // set if products of masked pairs carried inf or NaN; null: does not matter
+  const int32_t* only_if;    // run only if this is not 0; null: run
   float* dalibi_parts;  // [batch, head, key block]
   float* dbias_sum;     // like dbias, contiguous, float32
   int64_t dbias_batch, dbias_head, dbias_row, dbias_key;

@@ -1,4 +1,4 @@
-// TFLOP/s of the CUDA rows: bench PROBLEM..., medians of event-timed launches after a hot warm-up.
+// TFLOP/s of the CUDA rows: bench [--kernel=NAME] PROBLEM..., medians of event-timed launches after a hot warm-up.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -66,7 +66,12 @@ double median_ms(const tilewise::KernelRow& row, const tilewise::Plan& plan, con
 
 int main(int argc, char** argv) {
   using namespace tilewise;
+  std::string kernel;
   for (int n = 1; n < argc; ++n) {
+    if (std::string(argv[n]).rfind("--kernel=", 0) == 0) {
+      kernel = argv[n] + 9;
+      continue;
+    }
     tw_problem p;
     if (Status s = parse(argv[n], &p); !s.ok()) {
       std::printf("%s\n", s.message().c_str());
@@ -105,7 +110,7 @@ int main(int argc, char** argv) {
       t.dout = &dout.tensor, t.dq = &dq.tensor, t.dk = &dk.tensor, t.dv = &dv.tensor;
     }
     for (const KernelRow& row : cuda_kernels()) {
-      if (row.pass != p.pass || !row.available()) continue;
+      if (row.pass != p.pass || !row.available() || (!kernel.empty() && kernel != row.name)) continue;
       if (!row.refusal(p).empty()) {
         std::printf("%-70s %s refuses: %s\n", argv[n], row.name, row.refusal(p).c_str());
         continue;

@@ -1,4 +1,4 @@
-// What forward_sm90 takes and why it refuses the rest, in its own words; needs no GPU.
+// What forward_sm90 and backward_sm90 take and why they refuse the rest, in its own words; needs no GPU.
 #include <cstdio>
 #include <string>
 
@@ -27,15 +27,25 @@ const Case kCases[] = {
     {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f32:hqk", "bias"},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 new=70 d=128", "append"},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 splits=3", "num_splits"},
+    {"bwd bf16 cuda b=2 hq=32 hk=8 sq=2048 d=128 causal", ""},
+    {"bwd f16 cuda b=2 hq=8 sq=50 sk=70 d=192 dv=128 window=10,3 dlse sink dsink", ""},
+    {"bwd bf16 cuda b=4 hq=8 sq=500 d=64 packed_q=1200 packed_k=1200 seqused_q causal deterministic", ""},
+    {"bwd f32 cuda b=2 hq=8 sq=2048 d=64", "dtype"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 softcap=20", "softcap"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 dropout=0.1", "dropout"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f32:hqk", "bias"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 alibi=h", "alibi_slopes"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 sk=0 d=128", "no keys or no rows"},
 };
 
 int run() {
   int failed = 0;
-  const KernelRow* row = nullptr;
-  for (const KernelRow& r : cuda_kernels())
-    if (std::string(r.name) == "forward_sm90") row = &r;
-  if (row == nullptr) return std::printf("forward_sm90 is not in the table\n"), 1;
   for (const Case& c : kCases) {
+    const std::string name = std::string(c.problem).starts_with("fwd") ? "forward_sm90" : "backward_sm90";
+    const KernelRow* row = nullptr;
+    for (const KernelRow& r : cuda_kernels())
+      if (r.name == name) row = &r;
+    if (row == nullptr) return std::printf("%s is not in the table\n", name.c_str()), 1;
     tw_problem p;
     Plan plan;
     std::string text;

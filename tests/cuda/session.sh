@@ -23,16 +23,16 @@ while IFS='(, )' read -r family element head_dim _; do
 done < "$root/src/cuda/kernels.def"
 jobs=$(echo "$jobs" | sort -t_ -k4 -n -r)$'\n'  # the long ones (large head dims) first
 for unit in utility backward_utility; do jobs+="$NVCC -c $root/src/cuda/$unit.cu -o $unit.o"$'\n'; done
-for unit in backend device fill_params forward backward ${sm90:+forward_sm90_backend tensor_map}; do jobs+="$CXXC -c $root/src/cuda/$unit.cpp -o $unit.o"$'\n'; done
+for unit in backend device fill_params forward backward ${sm90:+forward_sm90_backend backward_sm90_backend tensor_map}; do jobs+="$CXXC -c $root/src/cuda/$unit.cpp -o $unit.o"$'\n'; done
 for unit in core/problem cpu/reference cpu/reference_forward cpu/reference_backward cpu/thread_pool cpu/kv_append; do
   jobs+="$CXXC -O3 -march=x86-64-v3 -c $root/src/$unit.cpp -o $(basename $unit).o"$'\n'
 done
-for unit in rows_test bench; do jobs+="$CXXC -c $root/tests/cuda/$unit.cpp -o $unit.o"$'\n'; done
+for unit in rows_test backward_repeat bench; do jobs+="$CXXC -c $root/tests/cuda/$unit.cpp -o $unit.o"$'\n'; done
 echo "$jobs" | grep . | tr '\n' '\0' | xargs -0 -P "$(nproc)" -I{} sh -c '{} 2>&1' > make.log || { grep -E "error" make.log; exit 1; }
 grep -E "spilled" make.log | sed 's/.*function//;s/_ZN8tilewise4cuda//' | cut -c1-110 | sort > spills.log
-objects="${sm90:+forward_sm90_backend.o tensor_map.o} backend.o device.o fill_params.o forward.o backward.o utility.o backward_utility.o problem.o reference.o reference_forward.o
+objects="${sm90:+forward_sm90_backend.o backward_sm90_backend.o tensor_map.o} backend.o device.o fill_params.o forward.o backward.o utility.o backward_utility.o problem.o reference.o reference_forward.o
   reference_backward.o thread_pool.o kv_append.o $(ls forward_sm*_k*.o backward_sm*_k*.o)"
-for program in rows_test bench; do nvcc -o $program $program.o $objects -cudart static -lpthread || exit 1; done
+for program in rows_test backward_repeat bench; do nvcc -o $program $program.o $objects -cudart static -lpthread || exit 1; done
 echo "built in $(($(date +%s) - start)) s; $(wc -l < spills.log) kernels spill (spills.log)"
 cp make.log spills.log "$out/" 2> /dev/null
 status=0
@@ -47,6 +47,7 @@ if [ "$what" != bench ]; then
     done
   done
   for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+  ./backward_repeat || status=1
   for log in "$out"/forward-*.log "$out"/backward-*.log; do
     echo "$(basename "$log"): $(tail -1 "$log")"
     grep -A2 ^FAIL "$log" | cut -c1-160 | head -12

@@ -23,6 +23,13 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap& map
       : "memory");
 }
 
+// `bytes` consecutive bytes, a multiple of 16, both ends aligned to 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Elements outside of the tensor are not written.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t shared, BoxOrigin box) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),

@@ -9,6 +9,9 @@ namespace tilewise::ptx {
 
 // The upper half of every descriptor: groups of 8 rows 1024 bytes apart, 128-byte swizzle.
 inline constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024u >> 4);
+// K-major, 16 columns, no swizzle: groups of 8 rows, 2 chunks of 8 x 16 bytes, one after the other. The distance between
+// the two chunks takes the place of the distance between panels.
+inline constexpr uint32_t kDescriptorHighPlain = 256u >> 4;
 
 // Lower half of a descriptor: the operand's address and the distance between panels of 64 columns, which only operands
 // whose rows are summed over use. All in units of 16 bytes, so a step inside an operand is an addition: bytes >> 4.
@@ -59,14 +62,14 @@ struct Wgmma;
                    : TW_D##count                                                                                          \
                    : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh), "n"(kTransposeA), "n"(kTransposeB));          \
     }                                                                                                                     \
-    template <int kTransposeB>                                                                                            \
+    template <int kTransposeB, uint32_t kHighB = kDescriptorHigh>                                                         \
     static __device__ __forceinline__ void rs(float (&d)[count], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,      \
                                               uint32_t b, int accumulate) {                                               \
       asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #i4 ", %" #i6 "};\nsetp.ne.s32 p, %" #i5 ", 0;\n"      \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" TW_R##count "}, "                 \
                    "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, p, 1, 1, %" #i7 ";\n}"                                   \
                    : TW_D##count                                                                                          \
-                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(accumulate), "n"(kDescriptorHigh), "n"(kTransposeB)); \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(accumulate), "n"(kHighB), "n"(kTransposeB));          \
     }                                                                                                                     \
   };
 #define TW_WGMMA(...)                         \

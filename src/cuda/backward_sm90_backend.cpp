@@ -1,0 +1,168 @@
+#include "cuda/backward_sm90_backend.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/backward.h"
+#include "cuda/device.h"
+#include "cuda/fill_params.h"
+#include "cuda/forward_sm90_backend.h"
+#include "cuda/launch.h"
+#include "cuda/launch_backward_sm90.h"
+#include "cuda/tensor_map.h"
+
+namespace tilewise::cuda {
+namespace {
+
+struct Sm90Kernel {
+  BackwardSm90Config config;
+  int (*launch)(const BackwardSm90Params&, int64_t, void*);
+};
+
+constexpr Sm90Kernel kKernels[] = {
+#define TW_BACKWARD_SM90(E, D) {backward_sm90_config(Element::E, D), launch_backward_sm90<Element::E, D>},
+#include "cuda/kernels.def"
+};
+
+const Sm90Kernel* find_kernel(const tw_problem& p) {
+  const Element element = p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16;
+  for (const Sm90Kernel& kernel : kKernels)
+    if (kernel.config.element == element && kernel.config.head_dim >= std::max(p.head_dim, p.head_dim_v)) return &kernel;
+  return nullptr;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The workspace, cut into arrays of 128-byte multiples.
+struct Workspace {
+  int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, total;
+
+  Workspace(const tw_problem& p, const BackwardSm90Config& config) {
+    const int64_t rows = p.num_heads_q * backward_padded_rows(p);
+    total = 0;
+    const auto take = [&](bool needed, int64_t bytes) {
+      const int64_t at = total;
+      if (needed) total += ceil_div(bytes, 128) * 128;
+      return at;
+    };
+    lse_log2 = take(true, rows * 4);
+    delta = take(true, rows * 4);
+    row_columns = take(true, rows * 32);
+    dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);
+    ticket = take(p.deterministic, 4);
+    turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
+  }
+};
+
+// Can a tile hold a pair that does not see each other, or a row that belongs to nobody?
+bool masks(const tw_problem& p) {
+  const Mask mask = mask_of(p);
+  return mask.left >= 0 || mask.right >= 0 || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
+         has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
+}
+
+// sm_80's workspace lies in the same memory, since it is used afterwards; behind both, the flag that it is needed.
+int64_t flag_offset(const tw_problem& p, const BackwardSm90Config& config, int64_t sm80_bytes) {
+  return ceil_div(std::max(Workspace(p, config).total, sm80_bytes), 128) * 128;
+}
+
+}  // namespace
+
+std::string refuse_backward_sm90(const tw_problem& p) {
+  if (std::string reason = refuse_backward_sm80(p); !reason.empty()) return reason;
+  if (p.softcap != 0) return "softcap";
+  if (p.dropout_p != 0) return "dropout";
+  if (has(p, TW_HAS_BIAS)) return "bias";
+  if (has(p, TW_HAS_ALIBI)) return "alibi_slopes";
+  if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
+  if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
+  if (find_kernel(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
+  return "";
+}
+
+Status plan_backward_sm90(const tw_problem& p, const Target& target, Plan* plan) {
+  const int capability = device_facts(target.device_index).capability;
+  if (capability != 0 && capability != 90)  // 0: planned where there is no GPU
+    return unsupported("backward_sm90: device ", target.device_index, " is not of compute capability 9.0");
+  TW_RETURN_IF_ERROR(plan_backward_sm80(p, target, plan));
+  const BackwardSm90Config& config = find_kernel(p)->config;
+  plan->config = concat("tile ", config.block_m, "x", config.block_n(), "x", config.head_dim,
+                        config.split ? ", dK and dV apart, " : ", ", config.stages, " stages, ", config.shared_bytes(),
+                        " bytes shared", p.deterministic ? ", ordered sums" : "");
+  plan->block_m = config.block_m;
+  plan->block_n = config.block_n();
+  plan->num_splits = 1;
+  plan->num_tasks = ceil_div(p.seqlen_k, config.block_n()) * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
+  plan->workspace_bytes = flag_offset(p, config, plan->workspace_bytes) + 128;
+  return Status();
+}
+
+Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
+  const tw_problem& p = plan.problem;
+  // Only the pointers tell. The general kernels take anything.
+  if (!tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) || !tensor_map_possible(*t.dout))
+    return run_backward_sm80(plan, t, workspace, stream);
+  const Sm90Kernel& kernel = *find_kernel(p);
+  const BackwardSm90Config& config = kernel.config;
+  const DeviceGuard guard(plan.target.device_index);
+  TW_RETURN_IF_ERROR(guard.status());
+
+  BackwardSm90Params params = {};
+  const auto panels = [&](int64_t columns) { return columns % 64 == 0 ? config.panels() : 1; };
+  params.qk_loads = config.panels() / panels(p.head_dim);
+  params.v_loads = config.panels() / panels(p.head_dim_v);
+  TW_RETURN_IF_ERROR(tensor_map({t.q, p.head_dim, config.block_m, panels(p.head_dim)}, &params.q));
+  TW_RETURN_IF_ERROR(tensor_map({t.k, p.head_dim, config.block_n(), panels(p.head_dim)}, &params.k));
+  TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, config.block_n(), panels(p.head_dim_v)}, &params.v));
+  TW_RETURN_IF_ERROR(tensor_map({t.dout, p.head_dim_v, config.block_m, panels(p.head_dim_v)}, &params.dout));
+  if (t.dk) params.dk_aligned = t.dk->dtype != TW_FLOAT32 && rows_aligned(*t.dk);
+  if (t.dv) params.dv_aligned = t.dv->dtype != TW_FLOAT32 && rows_aligned(*t.dv);
+
+  BackwardParams& backward = params.backward;
+  backward = backward_params(p, t);
+  backward.head_dim_rounded = config.head_dim;
+  // A zero scale gives every visible key the same weight; so does a tiny one, by which lse can be divided.
+  constexpr float kTiny = 0x1p-60f;
+  const float scale = std::fabs(backward.score.scale) < kTiny ? std::copysign(kTiny, backward.score.scale) : backward.score.scale;
+  params.scale_log2 = scale * 1.4426950408889634f;
+  backward.inverse_scale = 1.f / scale;
+
+  const Workspace layout(p, config);
+  auto* base = static_cast<char*>(workspace);
+  backward.lse_log2 = reinterpret_cast<float*>(base + layout.lse_log2);
+  backward.delta = reinterpret_cast<float*>(base + layout.delta);
+  backward.row_columns = reinterpret_cast<uint8_t*>(base + layout.row_columns);
+  if (t.dq) backward.dq_sum = reinterpret_cast<float*>(base + layout.dq_sum);
+  backward.num_key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, config.block_n()));
+  backward.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
+  backward.deterministic = p.deterministic != 0 && t.dq != nullptr;
+  backward.block_m = config.block_m;
+  if (backward.deterministic) {
+    backward.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
+    backward.turn = reinterpret_cast<int32_t*>(base + layout.turn);
+    backward.turns_per_block = 4;
+  }
+  if (masks(p)) backward.nonfinite = reinterpret_cast<int32_t*>(base + plan.workspace_bytes - 128);
+
+  const bool float16 = p.dtype == TW_FLOAT16;
+  if (const int error = launch_backward_pre(backward, float16, stream); error != 0) return device_error("backward_pre", error);
+  if (const int error = kernel.launch(params, plan.num_tasks, stream); error != 0) return device_error("backward_sm90", error);
+  if (t.dq)
+    if (const int error = launch_backward_post(backward, float16, stream); error != 0)
+      return device_error("backward_post", error);
+  if (t.dsink)
+    if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], stream); error != 0)
+      return device_error("dsink", error);
+  if (masks(p)) return run_backward_sm80_if(backward.nonfinite, plan, t, workspace, stream);
+  return Status();
+}
+
+KernelRow backward_sm90_row() {
+  return {"backward_sm90", TW_BACKEND_CUDA, TW_BACKWARD, "sm_90a",
+          "f16 and bf16, head dims up to 256, full, causal and window, dense and packed, deterministic on request",
+          forward_sm90_available,
+          refuse_backward_sm90, plan_backward_sm90, run_backward_sm90};
+}
+
+}  // namespace tilewise::cuda

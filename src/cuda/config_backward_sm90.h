@@ -1,0 +1,59 @@
+// Shapes of the sm_90a backward rows: a reason per number, and the sums of registers and shared memory that they cost.
+#pragma once
+#include <cstdint>
+
+#include "core/host_device.h"
+#include "cuda/config_sm80.h"
+
+namespace tilewise::cuda {
+
+struct BackwardSm90Config {
+  Element element;
+  int head_dim;    // of q, k and v, rounded up; columns beyond the real ones are zeros
+  int block_m;     // queries a step
+  int stages;      // of Q and dO
+  bool split;      // one warpgroup has dV, the other dK, of the same 64 keys. Else: each has both, of 64 keys of its own
+
+  static constexpr int kConsumers = 2;  // warpgroups
+  TW_HOST_DEVICE constexpr int block_n() const { return split ? 64 : 64 * kConsumers; }
+  TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }
+  TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (kConsumers + 1); }
+
+  // setmaxnreg: 3 x 168 = 72 + 2 x 216. A consumer holds 128 of dK and dV, block_m / 2 of S or dP, and block_m / 4 each of
+  // P and dS as operands: 192. The third warpgroup holds 64 x 64 of dQ at a time: 32.
+  static constexpr int kConsumerRegisters = 216, kDqRegisters = 72;
+
+  // Shared memory, in bytes. Every panel starts at a multiple of 1024, the period of the 128-byte swizzle.
+  TW_HOST_DEVICE constexpr int k_bytes() const { return block_n() * head_dim * 2; }
+  TW_HOST_DEVICE constexpr int q_bytes() const { return block_m * head_dim * 2; }
+  TW_HOST_DEVICE constexpr int ds_bytes() const { return block_n() * block_m * 2; }
+  TW_HOST_DEVICE constexpr int p_bytes() const { return split ? block_n() * block_m * 2 : 0; }
+  TW_HOST_DEVICE constexpr int row_bytes() const { return block_m * 32; }  // lse and delta of a tile, as columns
+  static constexpr int kTargets = 4;
+
+  TW_HOST_DEVICE constexpr int v_offset() const { return k_bytes(); }
+  TW_HOST_DEVICE constexpr int q_offset() const { return 2 * k_bytes(); }
+  TW_HOST_DEVICE constexpr int do_offset() const { return q_offset() + stages * q_bytes(); }
+  TW_HOST_DEVICE constexpr int ds_offset() const { return do_offset() + stages * q_bytes(); }
+  TW_HOST_DEVICE constexpr int p_offset() const { return ds_offset() + 2 * ds_bytes(); }
+  TW_HOST_DEVICE constexpr int rows_offset() const { return p_offset() + p_bytes(); }
+  TW_HOST_DEVICE constexpr int barrier_offset() const { return rows_offset() + stages * row_bytes(); }
+  TW_HOST_DEVICE constexpr int num_barriers() const { return 1 + 4 * stages + 6; }
+  TW_HOST_DEVICE constexpr int target_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
+  TW_HOST_DEVICE constexpr int load_offset() const { return target_offset() + 16 * kTargets; }
+  TW_HOST_DEVICE constexpr int block_offset() const { return load_offset() + 2 * 32; }
+  TW_HOST_DEVICE constexpr int shared_bytes() const { return block_offset() + 128; }
+
+  TW_HOST_DEVICE constexpr bool valid() const {
+    return head_dim % 64 == 0 && block_m % 64 == 0 && shared_bytes() <= 227 * 1024 &&
+           (split ? head_dim == 256 && block_m == 64 && stages == 2 : head_dim + block_m <= 192 && stages == 3);
+  }
+};
+
+TW_HOST_DEVICE constexpr BackwardSm90Config backward_sm90_config(Element element, int head_dim) {
+  if (head_dim <= 64) return {element, 64, 128, 3, false};
+  if (head_dim <= 128) return {element, 128, 64, 3, false};
+  return {element, 256, 64, 2, true};
+}
+
+}  // namespace tilewise::cuda

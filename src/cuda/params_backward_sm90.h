@@ -1,0 +1,20 @@
+// What the sm_90a backward kernels are told.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/params.h"
+
+namespace tilewise::cuda {
+
+struct BackwardSm90Params {
+  CUtensorMap q, k, v, dout;  // [batch, head, panel, row, column]; one box = all panels, or one of them
+  int32_t qk_loads, v_loads;  // boxes of a tile of q or k, of v or dout
+  BackwardParams backward;
+  float scale_log2;           // softmax_scale * log2(e), moved away from 0
+  bool dk_aligned, dv_aligned;  // 16-bit elements, 16-byte aligned rows
+  int32_t always;             // 1. The compiler does not know
+};
+
+}  // namespace tilewise::cuda

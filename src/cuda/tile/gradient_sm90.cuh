@@ -1,0 +1,271 @@
+// What a consumer warpgroup of the backward pass does with 64 keys and a tile of queries: products with K, V, Q and dO,
+// P from S, dS from dP, and the gradients' way out. Keys are the rows: P^T and dS^T are A operands as they leave the
+// accumulators.
+#pragma once
+#include "cuda/config_backward_sm90.h"
+#include "cuda/params_backward_sm90.h"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/key_block.cuh"
+#include "cuda/tile/panel_sm90.cuh"
+
+namespace tilewise::cuda {
+
+// Addresses in shared memory.
+template <BackwardSm90Config C>
+struct SharedBackwardSm90 {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t k() const { return base; }                // [block_n, d]
+  __device__ __forceinline__ uint32_t v() const { return base + C.v_offset(); }  // [block_n, d]
+  __device__ __forceinline__ uint32_t q(int stage) const { return base + C.q_offset() + stage * C.q_bytes(); }  // [block_m, d]
+  __device__ __forceinline__ uint32_t dout(int stage) const { return base + C.do_offset() + stage * C.q_bytes(); }
+  __device__ __forceinline__ uint32_t ds(int slot) const { return base + C.ds_offset() + slot * C.ds_bytes(); }  // [block_n, block_m]
+  __device__ __forceinline__ uint32_t weights() const { return base + C.p_offset(); }  // fragments of P, split only
+  __device__ __forceinline__ uint32_t rows(int stage) const { return base + C.rows_offset() + stage * C.row_bytes(); }
+  __device__ __forceinline__ uint32_t barrier(int n) const { return base + C.barrier_offset() + 8 * n; }
+  __device__ __forceinline__ uint32_t keys_full() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t ds_full(int slot) const { return barrier(1 + slot); }
+  __device__ __forceinline__ uint32_t ds_empty(int slot) const { return barrier(3 + slot); }
+  __device__ __forceinline__ uint32_t weights_full() const { return barrier(5); }
+  __device__ __forceinline__ uint32_t weights_empty() const { return barrier(6); }
+  // Q, lse and delta; and dO, unless it has barriers of its own (split).
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(7 + stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(7 + C.stages + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(7 + 2 * C.stages + stage); }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(7 + 3 * C.stages + stage); }
+};
+
+template <BackwardSm90Config C>
+struct GradientSm90 {
+  using T = typename ElementType<C.element>::Type;
+  static constexpr int kS = C.block_m / 2;   // registers of S and of dP
+  static constexpr int kA = C.block_m / 4;   // of P and of dS as operands
+  static constexpr int kD = C.head_dim / 2;  // of dK and of dV
+  static constexpr int kSteps = C.head_dim / 16;
+  using Keys = Panels<C.block_n()>;
+  using Queries = Panels<C.block_m>;
+
+  const BackwardSm90Params& p;
+  const SharedBackwardSm90<C> shared;
+  const KeyBlock& block;
+  const int consumer, warp, lane;  // warp of the warpgroup
+
+  __device__ __forceinline__ int first_row() const { return C.split ? 0 : consumer * 64; }  // of the block's keys
+  __device__ __forceinline__ int key_row(int half) const { return first_row() + warp * 16 + half * 8 + (lane >> 2); }
+  __device__ __forceinline__ void arrive(uint32_t barrier) const {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // Steps [begin, end) of S^T = K Q^T or dP^T = V dO^T, for this warpgroup's 64 keys.
+  __device__ __forceinline__ void issue_steps(float (&x)[kS], uint32_t s_keys, uint32_t s_queries, int begin, int end) const {
+    uint32_t a = ptx::descriptor(s_keys + first_row() * 128), b = ptx::descriptor(s_queries);
+    if constexpr (C.split) asm volatile("" : "+r"(a), "+r"(b));
+#pragma unroll
+    for (int step = begin; step < end; ++step)
+      ptx::Wgmma<T, C.block_m>::ss(x, a + Keys::column_step(step), b + Queries::column_step(step), step != 0);
+  }
+
+  // x -= lse / scale, or x -= delta: A [64, 16], in registers, is -1 where B [block_m, 16] has the three parts of the number,
+  // else 0. (A in shared memory costs 2 % of the whole.)
+  template <bool kDelta>
+  __device__ __forceinline__ void issue_columns(float (&x)[kS], uint32_t s_rows, uint32_t minus) const {
+    ptx::Wgmma<ptx::bfloat16, C.block_m>::template rs<0, ptx::kDescriptorHighPlain>(
+        x, kDelta ? 0u : minus, kDelta ? 0u : minus, kDelta ? minus : 0u, kDelta ? minus : 0u, ptx::descriptor(s_rows, 128), 1);
+  }
+  // This thread's -1: columns 2 (lane % 4) and its right neighbour of the first three.
+  __device__ __forceinline__ uint32_t make_minus() const {
+    const int quad = lane & 3;
+    uint32_t minus = quad == 0 ? 0xbf80bf80u : quad == 1 ? 0x0000bf80u : 0u;
+    asm volatile("" : "+r"(minus));  // before the fence that lets products read it
+    return minus;
+  }
+
+  template <bool kDelta>
+  __device__ __forceinline__ void issue_scores(float (&x)[kS], uint32_t s_keys, uint32_t s_queries, uint32_t s_rows) const {
+    ptx::wgmma_pin(x);
+    const uint32_t minus = make_minus();
+    ptx::wgmma_fence();
+    issue_steps(x, s_keys, s_queries, 0, kSteps);
+    issue_columns<kDelta>(x, s_rows, minus);
+    ptx::wgmma_commit();
+  }
+
+  // Step of dV += P^T dO or dK += dS^T Q.
+  __device__ __forceinline__ void issue_gradient_step(float (&d)[kD], const uint32_t (&a)[kA], uint32_t s_queries, int step) const {
+    ptx::Wgmma<T, C.head_dim>::template rs<1>(d, a[4 * step], a[4 * step + 1], a[4 * step + 2], a[4 * step + 3],
+                                              ptx::descriptor(s_queries, Queries::kPanelBytes) + Queries::row_step(step), 1);
+  }
+
+  __device__ __forceinline__ void issue_gradient(float (&d)[kD], uint32_t (&a)[kA], uint32_t s_queries) const {
+    ptx::wgmma_pin(d);
+    ptx::wgmma_pin(a);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < C.block_m / 16; ++step) issue_gradient_step(d, a, s_queries, step);
+    ptx::wgmma_commit();
+  }
+
+  // Both at once, steps alternating: a product with both operands in shared memory takes all of its bandwidth at N = 64, one
+  // with an operand in registers half. In between, others can read and write.
+  template <bool kDelta>
+  __device__ __forceinline__ void issue_both(float (&d)[kD], uint32_t (&a)[kA], uint32_t s_d, float (&x)[kS], uint32_t s_keys,
+                                             uint32_t s_queries, uint32_t s_rows) const {
+    ptx::wgmma_pin(d);
+    ptx::wgmma_pin(a);
+    ptx::wgmma_pin(x);
+    const uint32_t minus = make_minus();
+    ptx::wgmma_fence();
+    constexpr int kGradientSteps = C.block_m / 16;
+#pragma unroll
+    for (int step = 0; step < kGradientSteps; ++step) {
+      issue_gradient_step(d, a, s_d, step);
+      issue_steps(x, s_keys, s_queries, step * kSteps / kGradientSteps, (step + 1) * kSteps / kGradientSteps);
+    }
+    issue_columns<kDelta>(x, s_rows, minus);
+    ptx::wgmma_commit();
+  }
+
+  // A row of Q, K or dO that is not finite met a pair that does not see each other.
+  __device__ __forceinline__ void tell_nonfinite() const {
+    if (p.backward.nonfinite) *p.backward.nonfinite = 1;
+  }
+
+  // S^T to P^T, as an operand. Pairs that do not see each other: zeros, not products. If S is not finite there, some row of Q
+  // or K is not, and the products would carry it where it does not belong: then everything is computed again by the sm_80
+  // kernels, which look for such rows.
+  template <bool kMasked>
+  __device__ __forceinline__ void weights(uint32_t (&a)[kA], const float (&x)[kS], int i0) const {
+    Range queries[2];
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        queries[half] = visible_queries(p.backward.score, block.first_key + key_row(half), block.s.seqlen_q, block.s.seqlen_k);
+        queries[half].begin -= i0 + 2 * (lane & 3), queries[half].end -= i0 + 2 * (lane & 3);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kS / 4; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float pair[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float score = x[4 * n + 2 * half + e];
+          pair[e] = ptx::exp2_approx(score * p.scale_log2);
+          if constexpr (kMasked) {
+            if (n * 8 + e < queries[half].begin || n * 8 + e >= queries[half].end) {
+              if ((__float_as_uint(score) & 0x7f800000) == 0x7f800000) tell_nonfinite();
+              pair[e] = 0.f;
+            }
+          }
+        }
+        a[2 * n + half] = ptx::pack<T>(pair[0], pair[1]);
+      }
+  }
+
+  // By byte permutes: the compiler would shift by a multiplication, which takes a cycle from the tensor cores.
+  __device__ __forceinline__ static float2 unpack(uint32_t pair) {
+    if constexpr (__is_same(T, ptx::bfloat16))
+      return make_float2(__uint_as_float(__byte_perm(pair, 0, 0x1044)), __uint_as_float(pair & 0xffff0000u));
+    else
+      return ptx::unpack<T>(pair);
+  }
+
+  // dP^T to dS^T for four operand registers, from the rounded P: as good as from the other, since dS is rounded, too, and it
+  // costs half the registers. A dO that is not finite shows in dS, even where P is 0.
+  template <bool kMasked>
+  __device__ __forceinline__ void gradients4(uint32_t* a, const uint32_t* a_p, const float* dp) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float2 weight = unpack(a_p[n]);
+      a[n] = ptx::pack<T>(weight.x * dp[2 * n], weight.y * dp[2 * n + 1]);
+      if constexpr (kMasked)
+        if (ptx::has_nonfinite<T>(a[n])) tell_nonfinite();
+    }
+  }
+
+  __device__ __forceinline__ bool masked(int i0) const {
+    const volatile int* full = block.full_rows[C.split ? 0 : consumer];  // from shared memory each time: registers are short
+    return i0 < full[0] || i0 + C.block_m > full[1];
+  }
+
+  __device__ __forceinline__ void make_weights(uint32_t (&a)[kA], const float (&x)[kS], int i0) const {
+    if (masked(i0))
+      weights<true>(a, x, i0);
+    else
+      weights<false>(a, x, i0);
+  }
+
+  // dS of tile n to shared memory, for dQ.
+  __device__ __forceinline__ void write_ds(const uint32_t (&a)[kA], int n) const {
+    const int slot = n & 1, row = first_row() + warp * 16 + (lane & 15);
+    ptx::mbarrier_wait(shared.ds_empty(slot), (n >> 1 & 1) ^ 1);
+#pragma unroll
+    for (int i = 0; i < C.block_m / 16; ++i)
+      ptx::stmatrix_x4(shared.ds(slot) + Keys::chunk_offset(row, 2 * i + (lane >> 4)), a[4 * i], a[4 * i + 1], a[4 * i + 2],
+                       a[4 * i + 3]);
+    ptx::fence_async_shared();
+    __syncwarp();
+    arrive(shared.ds_full(slot));
+  }
+
+  // This warp's rows of dK or dV, on their way through `staging`, [block_n, d], where they belong to this warp alone.
+  __device__ __forceinline__ void store(uint32_t staging, const RowTensor& out, bool is_float, bool aligned, float (&d)[kD],
+                                        float factor, int columns) const {
+    if (out.data == nullptr) return;
+    const int64_t base =
+        (p.backward.sequence.packed_k ? block.s.k_begin * out.row : block.s.cache_row * out.batch) + block.head_k * out.head;
+    if (aligned) {
+      const int row = first_row() + warp * 16 + (lane & 15);
+#pragma unroll
+      for (int i = 0; i < C.head_dim / 16; ++i)
+        ptx::stmatrix_x4(staging + Keys::chunk_offset(row, 2 * i + (lane >> 4)),
+                         ptx::pack<T>(d[8 * i] * factor, d[8 * i + 1] * factor),
+                         ptx::pack<T>(d[8 * i + 2] * factor, d[8 * i + 3] * factor),
+                         ptx::pack<T>(d[8 * i + 4] * factor, d[8 * i + 5] * factor),
+                         ptx::pack<T>(d[8 * i + 6] * factor, d[8 * i + 7] * factor));
+      __syncwarp();
+      constexpr int kChunks = C.head_dim / 8, kRows = 32 / kChunks;
+      const int chunk = lane % kChunks;
+#pragma unroll
+      for (int i = 0; i < 16 / kRows; ++i) {
+        const int r = first_row() + warp * 16 + i * kRows + lane / kChunks, j = block.first_key + r;
+        uint4 value = ptx::load_shared_16(staging + Keys::chunk_offset(r, chunk));
+        if (j >= block.s.seqlen_k) value = make_uint4(0, 0, 0, 0);
+        if (j < block.s.capacity_k && chunk * 8 < columns)
+          *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + base + j * out.row + chunk * 8) = value;
+      }
+      __syncwarp();
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int j = block.first_key + key_row(half);
+      if (j >= block.s.capacity_k) continue;
+      const bool used = j < block.s.seqlen_k;
+#pragma unroll
+      for (int n = 0; n < kD / 4; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = n * 8 + 2 * (lane & 3) + e;
+          if (column >= columns) continue;
+          const float value = used ? d[4 * n + 2 * half + e] * factor : 0.f;
+          if (is_float)
+            static_cast<float*>(out.data)[base + j * out.row + column] = value;
+          else
+            static_cast<T*>(out.data)[base + j * out.row + column] = ptx::from_float<T>(value);
+        }
+    }
+  }
+  __device__ __forceinline__ void store_dk(uint32_t staging, float (&dk)[kD]) const {
+    store(staging, p.backward.dk, p.backward.dk_is_float, p.dk_aligned, dk, p.backward.score.scale, p.backward.head_dim);
+  }
+  __device__ __forceinline__ void store_dv(uint32_t staging, float (&dv)[kD]) const {
+    store(staging, p.backward.dv, p.backward.dv_is_float, p.dv_aligned, dv, 1.f, p.backward.head_dim_v);
+  }
+};
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,81 @@
+// The backward pass's unit of work: a block of keys of one key head, and the tiles of queries that see it.
+#pragma once
+#include "cuda/ptx/math.cuh"
+#include "cuda/tile/sequence.cuh"
+
+namespace tilewise::cuda {
+
+// Queries that see key j, of [0, seqlen_q).
+__device__ __forceinline__ Range visible_queries(const ScoreParams& p, int j, int seqlen_q, int seqlen_k) {
+  const int at = j - (seqlen_k - seqlen_q);
+  Range rows{0, seqlen_q};
+  if (p.window_right >= 0) rows.begin = max(0, at - p.window_right);
+  if (p.window_left >= 0) rows.end = min(seqlen_q, at + p.window_left + 1);
+  if (j >= seqlen_k) rows.end = 0;
+  rows.end = max(rows.end, rows.begin);
+  return rows;
+}
+
+struct KeyBlock {
+  int b, head_k, index, first_key;
+  int group;                  // query heads per key head
+  int first_tile, num_tiles;  // of queries
+  int start_tile, direction;  // in which order they are taken
+  int full_rows[2][2];        // queries [begin, end) that see all keys of the first, of the second 64
+  DeviceSequence s;
+};
+
+// Block n of the grid: key block inside key head inside batch entry; b == batch: rows of no sequence.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsigned n) {
+  KeyBlock block = {};
+  block.index = static_cast<int>(n % p.num_key_blocks);
+  n /= p.num_key_blocks;
+  block.head_k = static_cast<int>(n % p.sequence.num_heads_k);
+  block.b = static_cast<int>(n / p.sequence.num_heads_k);
+  block.group = p.sequence.num_heads_q / p.sequence.num_heads_k;
+  block.first_key = block.index * kBlockN;
+  if (block.b >= p.sequence.batch) return block;
+  block.s = resolve(p.sequence, block.b);
+  if (block.first_key >= block.s.seqlen_k || block.s.seqlen_q <= 0) return block;
+  const int last = min(block.first_key + kBlockN, block.s.seqlen_k) - 1;
+  const Range first_key = visible_queries(p.score, block.first_key, block.s.seqlen_q, block.s.seqlen_k);
+  const Range last_key = visible_queries(p.score, last, block.s.seqlen_q, block.s.seqlen_k);
+  // Ranges of consecutive keys overlap or touch, and both ends rise with the key.
+  if (last_key.end > first_key.begin) {
+    block.first_tile = first_key.begin / kBlockM;
+    block.num_tiles = (last_key.end + kBlockM - 1) / kBlockM - block.first_tile;
+    block.start_tile = p.deterministic ? block.first_tile + block.num_tiles - 1
+                                       : block.first_tile + block.first_key / kBlockM % block.num_tiles;
+    block.direction = p.deterministic ? -1 : 1;
+    for (int n = 0; n < 2; ++n) {
+      const int begin = block.first_key + 64 * n, end = begin + 63;
+      block.full_rows[n][0] = visible_queries(p.score, min(end, block.s.seqlen_k - 1), block.s.seqlen_q, block.s.seqlen_k).begin;
+      block.full_rows[n][1] =
+          end < block.s.seqlen_k ? visible_queries(p.score, begin, block.s.seqlen_q, block.s.seqlen_k).end : -1;
+    }
+  }
+  return block;
+}
+
+// Rows of dk and dv that no sequence owns.
+template <class T>
+__device__ void zero_key_tail(const BackwardParams& p, int h, int block, int rows_per_block) {
+  const int64_t stride = static_cast<int64_t>(p.num_key_blocks) * rows_per_block;
+  for (int64_t first = p.sequence.cu_seqlens_k.at(p.sequence.batch) + static_cast<int64_t>(block) * rows_per_block;
+       first < p.sequence.total_k; first += stride)
+    for (int r = threadIdx.x / 32; r < rows_per_block && first + r < p.sequence.total_k; r += blockDim.x / 32)
+      for (int which = 0; which < 2; ++which) {
+        const RowTensor& x = which ? p.dv : p.dk;
+        if (x.data == nullptr) continue;
+        const int64_t at = (first + r) * x.row + h * x.head;
+        for (int c = threadIdx.x % 32; c < (which ? p.head_dim_v : p.head_dim); c += 32) {
+          if (which ? p.dv_is_float : p.dk_is_float)
+            static_cast<float*>(x.data)[at + c] = 0.f;
+          else
+            static_cast<T*>(x.data)[at + c] = ptx::from_float<T>(0.f);
+        }
+      }
+}
+
+}  // namespace tilewise::cuda
