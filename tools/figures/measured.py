@@ -1,0 +1,103 @@
+"""Speed and accuracy, as bench/results have them."""
+
+import json
+import re
+
+import numpy as np
+import style
+from story import RESULTS
+
+
+def cpu() -> dict:
+  record = json.loads((RESULTS / "cpu.json").read_text(encoding="utf-8"))
+  rows = []
+  for result in record["results"]:
+    peak = next((p["before"] + p["after"]) / 2 for p in record["peaks"] if p["isa"] == result["peak_isa"])
+    beside = result.get("standard_samples")
+    rows.append({"problem": result["problem"], "percent": result["percent_of_peak"],
+                 "standard": beside and result["percent_of_peak"] * result["samples"]["median"] / beside["median"], "peak": peak})
+  return {"rows": rows, "threads": record["threads"], "date": record["date"][:10]}
+
+
+def draw_cpu(data):
+  rows = data["rows"][::-1]
+  figure, axes = style.panels(1, 1, 0.22 * len(rows) + 0.7)
+  places = np.arange(len(rows))
+  axes.barh(places, [row["percent"] for row in rows], color=[style.GREEN if row["problem"].startswith("bwd") else style.BLUE for row in rows], height=0.66)
+  beside = [(place, row["standard"]) for place, row in zip(places, rows) if row["standard"]]
+  axes.plot([value for _, value in beside], [place for place, _ in beside], "D", color=style.ORANGE, markersize=4.5, markeredgecolor="white",
+            markeredgewidth=0.6)
+  for place, row in zip(places, rows):
+    axes.text(row["percent"] + 1, place, f"{row['percent']:.0f} %", va="center", fontsize=8)
+  axes.set_yticks(places, [row["problem"].replace(" b=1", "") for row in rows], fontsize=8, color=style.INK)
+  axes.set(xlim=(0, 100), xlabel=f"percent of the multiply-adds that {data['threads']} threads did in registers in the same run")
+  axes.tick_params(axis="y", length=0)
+  handles = [style.plt.Rectangle((0, 0), 1, 1, color=style.BLUE), style.plt.Rectangle((0, 0), 1, 1, color=style.GREEN),
+             style.plt.Line2D([], [], color=style.ORANGE, marker="D", linestyle="")]
+  figure.legend(handles, ["forward", "backward", "standard attention, forward"], loc="outside upper right", ncols=3, fontsize=8.5)
+  return figure
+
+
+def h200() -> dict:
+  """Rows `T dD full|causal sN no_lse ... X TF` of the text, and 16384 tokens of the sm_80 kernel."""
+  data: dict[str, dict] = {}
+  for line in (RESULTS / "h200_sm90_forward.txt").read_text(encoding="utf-8").splitlines():
+    match = re.match(r"T d(\d+) (full|causal) s(\d+) no_lse \S+ ms (\S+) TF", line)
+    if match:
+      data.setdefault(f"d {match.group(1)} {match.group(2)}", {})[match.group(3)] = float(match.group(4))
+  for row in json.loads((RESULTS / "h200_sm80.json").read_text(encoding="utf-8"))["rows"]:
+    match = re.fullmatch(r"fwd bf16 b=(\d+) hq=\d+ sq=(\d+) d=(\d+)( causal)?", row["problem"])
+    if match and row["kernel"] == "forward_sm80" and int(match.group(1)) * int(match.group(2)) == 16384:
+      data.setdefault(f"sm80 d {match.group(3)} {'causal' if match.group(4) else 'full'}", {})[match.group(2)] = row["tflops"]
+  return data
+
+
+def draw_h200(data):
+  figure, axes = style.panels(1, 2, 2.9, sharey=True)
+  colours = {"64": style.SKY, "128": style.BLUE, "256": style.GREEN}
+  for one, kind in zip(axes, ("full", "causal")):
+    for d, colour in colours.items():
+      line = {int(sq): value for sq, value in data.get(f"d {d} {kind}", {}).items()}
+      one.semilogx(list(line), list(line.values()), "o-", color=colour, label=f"forward_sm90, d {d}")
+      old = {int(sq): value for sq, value in sorted(data.get(f"sm80 d {d} {kind}", {}).items(), key=lambda item: int(item[0]))}
+      one.semilogx(list(old), list(old.values()), "s:", color=colour, markersize=4, linewidth=1.2, label=f"forward_sm80, d {d}" if old else None)
+    one.set(title=kind, xlabel="tokens to a sequence, 16384 in all", ylim=(0, 900), xticks=[512, 1024, 2048, 4096, 8192, 16384])
+    one.set_xticklabels(["512", "1k", "2k", "4k", "8k", "16k"])
+    one.minorticks_off()
+    one.grid(axis="y")
+  axes[0].set_ylabel("TFLOP/s")
+  handles, labels = axes[0].get_legend_handles_labels()
+  figure.legend(handles, labels, loc="outside right center", fontsize=8.5)
+  return figure
+
+
+def accuracy() -> dict:
+  data: dict[str, dict] = {}
+  for point in json.loads((RESULTS / "accuracy.json").read_text(encoding="utf-8"))["points"]:
+    series = data.setdefault(point["inputs"], {}).setdefault(point["dtype"], {"sq": [], "tilewise": [], "standard": []})
+    for key in series:
+      series[key].append(point[key])
+  return data
+
+
+def draw_accuracy(data):
+  figure, axes = style.panels(1, 2, 2.9, sharey=True)
+  colours = {"bfloat16": style.ORANGE, "float16": style.BLUE, "float32": style.GREEN}
+  titles = {"gaussian": "Gaussian inputs", "peaked": "peaked: q four times as large"}
+  for one, (inputs, types) in zip(axes, data.items()):
+    for name, series in types.items():
+      one.loglog(series["sq"], series["standard"], "s--", color=colours[name], linewidth=1.2, markerfacecolor="white")
+      one.loglog(series["sq"], series["tilewise"], "o-", color=colours[name])
+    one.set(title=titles[inputs], xlabel="tokens", xticks=[64, 256, 1024, 4096], ylim=(1e-7, 5e-2))
+    one.set_xticklabels(["64", "256", "1k", "4k"])
+    one.minorticks_off()
+    one.grid(axis="y")
+  axes[0].set_ylabel("error against float64")
+  line = style.plt.Line2D
+  handles = [line([], [], color=colour) for colour in colours.values()]
+  handles += [line([], [], color=style.INK, marker="s", linestyle="--", linewidth=1.2, markerfacecolor="white"), line([], [], color=style.INK, marker="o")]
+  figure.legend(handles, [*colours, "standard attention\nin the same type", "Tilewise"], loc="outside right center", fontsize=8.5)
+  return figure
+
+
+FIGURES = {"cpu": (cpu, draw_cpu), "h200_forward": (h200, draw_h200), "accuracy": (accuracy, draw_accuracy)}
