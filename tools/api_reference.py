@@ -43,7 +43,7 @@ def prose(comment: str) -> str:
 def escaped(text: str) -> str:
   """Text in which `*`, `_` and `<` mean themselves; what is in backquotes stays."""
   parts = text.split("`")
-  return "`".join(part if n % 2 else re.sub(r"([*_<\[\]])", r"\\\1", part) for n, part in enumerate(parts))
+  return "`".join(part if n % 2 else re.sub(r"([*_\[\]])", r"\\\1", part).replace("<", "&lt;") for n, part in enumerate(parts))
 
 
 def comment_and_code(group: list[str]) -> tuple[str, list[str]]:
@@ -210,7 +210,11 @@ def module_file(name: str) -> pathlib.Path:
 
 def definitions(path: pathlib.Path) -> dict[str, ast.AST]:
   tree = ast.parse(path.read_text(encoding="utf-8"))
-  return {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+  found = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+  for node in tree.body:  # `name = Class()`: an object that stands for its class
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and getattr(getattr(node.value, "func", None), "id", "") in found:
+      found[node.targets[0].id] = found[node.value.func.id]
+  return found
 
 
 def exported(module: str) -> list[tuple[str, ast.AST]]:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import api_reference  # noqa: E402  (mkdocs does not put a hook's folder on the path)
 
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\))")
+PART = re.compile(r"^<!-- (?:begin .*|end) -->\n", re.MULTILINE)  # of tools/readme.py; a table must not follow a comment
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1[ ]*$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".c": "c", ".h": "cpp", ".cpp": "cpp", ".hpp": "cpp", ".cu": "cuda", ".cuh": "cuda", ".py": "python", ".json": "json",
              ".def": "cpp", ".txt": "text", ".cmake": "cmake", ".toml": "toml", ".npy": None}
@@ -123,7 +124,7 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 
   if page.file.src_uri.startswith("source/") or page.file.src_uri in _parts:
     return markdown
-  return outside_code(markdown, lambda part: LINK.sub(moved, part))
+  return outside_code(PART.sub("", markdown), lambda part: LINK.sub(moved, part))
 
 
 def on_post_build(config) -> None:

@@ -7,6 +7,7 @@
 import argparse
 import html.parser
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def main() -> int:
     print(f"SKIPPED: no {' and '.join(lacking)} in {sys.executable}; ./dev docs installs what tools/requirements-docs.txt lists")
     return SKIPPED
   command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--clean", "-f", str(ROOT / "mkdocs.yml"), "-d", str(out)]
-  if subprocess.run(command, cwd=ROOT).returncode != 0:
+  if subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode != 0:
     return 1
   dead = dead_addresses(out)
   print("\n".join(dead) if dead else f"{out / 'index.html'}: no dead address")

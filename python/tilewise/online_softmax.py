@@ -14,7 +14,7 @@ class OnlineSoftmax:
 
     Keeps, for each of `num_rows` rows, a running maximum, a running sum and, with `value_dim` > 0, a running weighted sum
     of value vectors: one read of every score, no second pass, safe against overflow whenever the maximum arrives.
-    float32 state, CPU.
+    The maximum is float32, the sums are float64. CPU.
 
     Args:
         num_rows: number of rows, > 0.

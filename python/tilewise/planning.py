@@ -106,6 +106,12 @@ def machine():
 
 
 def dropout_keep(dropout_p, seed, offset, batch_head, i, j):
+    """Whether dropout keeps the pair (i, j) of batch * num_heads_q + head: the function that every kernel draws from.
+
+    >>> import tilewise
+    >>> tilewise.dropout_keep(0.0, 1, 0, 0, 2, 3)
+    True
+    """
     return bool(lib.tw_dropout_keep(dropout_p, seed, offset, batch_head, i, j))
 
 

@@ -23,7 +23,8 @@ def draw_cpu(data):
   rows = data["rows"][::-1]
   figure, axes = style.panels(1, 1, 0.22 * len(rows) + 0.7)
   places = np.arange(len(rows))
-  axes.barh(places, [row["percent"] for row in rows], color=[style.GREEN if row["problem"].startswith("bwd") else style.BLUE for row in rows], height=0.66)
+  colours = [style.GREEN if row["problem"].startswith("bwd") else style.BLUE for row in rows]
+  axes.barh(places, [row["percent"] for row in rows], color=colours, height=0.66)
   beside = [(place, row["standard"]) for place, row in zip(places, rows) if row["standard"]]
   axes.plot([value for _, value in beside], [place for place, _ in beside], "D", color=style.ORANGE, markersize=4.5, markeredgecolor="white",
             markeredgewidth=0.6)
@@ -100,4 +101,36 @@ def draw_accuracy(data):
   return figure
 
 
-FIGURES = {"cpu": (cpu, draw_cpu), "h200_forward": (h200, draw_h200), "accuracy": (accuracy, draw_accuracy)}
+def memory() -> dict:
+  """Every peak that was measured, on the CPU and on a GPU, beside what was predicted for it."""
+  data = {}
+  for name, file, key in (("CPU, resident high-water mark", "memory_cpu.json", "checks"), ("H200, torch's allocator", "memory_gpu.json", "rows")):
+    rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))[key]
+    data[name] = {what: [[row["predicted"], row["measured"]] for row in rows if row["what"] == what and row["predicted"] > 0]
+                  for what in ("standard", "tilewise")}
+  return data
+
+
+def draw_memory(data):
+  figure, axes = style.panels(1, 2, 3.2, sharey=True)
+  for one, (title, series) in zip(axes, data.items()):
+    one.loglog([2e5, 1e12], [2e5, 1e12], color=style.GRID, zorder=0)
+    for what, colour, marker in (("standard", style.ORANGE, "s"), ("tilewise", style.BLUE, "o")):
+      predicted, measured = np.array(series[what]).T
+      one.loglog(predicted, measured, marker, color=colour, markerfacecolor="none", label="standard attention" if what == "standard" else "Tilewise")
+    count = sum(len(points) for points in series.values())
+    one.set(title=f"{title}: {count} peaks", xlabel="predicted", xlim=(2e5, 1e12), ylim=(2e5, 1e12))
+    for axis in (one.xaxis, one.yaxis):
+      axis.set_ticks([2**20, 2**30], ["1 MiB", "1 GiB"])
+    one.minorticks_off()
+  axes[0].set_ylabel("measured")
+  axes[0].legend(loc="upper left")
+  return figure
+
+
+FIGURES = {
+    "cpu": (cpu, draw_cpu),
+    "h200_forward": (h200, draw_h200),
+    "accuracy": (accuracy, draw_accuracy),
+    "memory_measured": (memory, draw_memory),
+}

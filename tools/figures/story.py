@@ -66,7 +66,8 @@ def memory() -> dict:
 
 def draw_memory(data):
   figure, axes = style.panels(1, 3, 2.8, sharey=True)
-  for one, (part, title) in zip(axes, (("peak_forward", "forward, peak"), ("saved", "kept for the backward pass"), ("peak_backward", "backward, peak"))):
+  parts = (("peak_forward", "forward, peak"), ("saved", "kept for the backward pass"), ("peak_backward", "backward, peak"))
+  for one, (part, title) in zip(axes, parts):
     standard, tiled = np.array(data[f"standard {part}"]), np.array(data[f"tiled {part}"])
     one.loglog(data["sq"], standard, "s-", color=style.ORANGE)
     one.loglog(data["sq"], tiled, "o-", color=style.BLUE)
@@ -143,15 +144,16 @@ def draw_roofline(data):
   for d, colour in ((64, style.SKY), (128, style.BLUE)):
     mine = [p for p in data["points"] if p["d"] == d]
     axes.plot([p["tiled"] for p in mine], [p["tflops"] for p in mine], "o-", color=colour, linewidth=1)
-    axes.annotate(f"Tilewise, d {d}", (mine[-1]["tiled"], mine[-1]["tflops"]), xytext=(8, 0 if d == 128 else -3), textcoords="offset points", color=colour,
-                  va="center")
-  standard = [p for p in data["points"]]
+    axes.annotate(f"Tilewise, d {d}", (mine[-1]["tiled"], mine[-1]["tflops"]), xytext=(8, 0 if d == 128 else -3),
+                  textcoords="offset points", color=colour, va="center")
+  standard = data["points"]
   axes.plot([p["standard"] for p in standard], [p["standard"] * data["bandwidth"] / 1e12 for p in standard], "s", color=style.ORANGE)
   last = standard[-1]
   axes.annotate("standard attention:\nno faster than here", (last["standard"], last["standard"] * data["bandwidth"] / 1e12), xytext=(12, -14),
                 textcoords="offset points", color=style.ORANGE, va="center")
   for p in [p for p in data["points"] if p["d"] == 64]:
-    axes.annotate(f"{p['sq']}" + " tokens" * (p["sq"] == 512), (p["tiled"], p["tflops"]), xytext=(0, -14), textcoords="offset points", ha="center", color=style.BLUE, fontsize=8)
+    label = f"{p['sq']}" + " tokens" * (p["sq"] == 512)
+    axes.annotate(label, (p["tiled"], p["tflops"]), xytext=(0, -14), textcoords="offset points", ha="center", color=style.BLUE, fontsize=8)
   axes.set(xlim=(4, 4e4), ylim=(20, 2000), xlabel="FLOPs for each byte that crosses the GPU's memory interface", ylabel="TFLOP/s", yticks=[30, 100, 300, 1000])
   axes.set_yticklabels(["30", "100", "300", "1000"])
   axes.set_xticks([10, 100, 1000, 10000], ["10", "100", "1,000", "10,000"])
