@@ -40,35 +40,41 @@ def draw_cpu(data):
 
 
 def h200() -> dict:
-  """Rows `T dD full|causal sN no_lse ... X TF` of the text, and 16384 tokens of the sm_80 kernel."""
+  """16384 tokens in sequences of each length: {"forward_sm90 d 64 full": {length: TFLOP/s}, ...}."""
   data: dict[str, dict] = {}
   for line in (RESULTS / "h200_sm90_forward.txt").read_text(encoding="utf-8").splitlines():
     match = re.match(r"T d(\d+) (full|causal) s(\d+) no_lse \S+ ms (\S+) TF", line)
     if match:
-      data.setdefault(f"d {match.group(1)} {match.group(2)}", {})[match.group(3)] = float(match.group(4))
-  for row in json.loads((RESULTS / "h200_sm80.json").read_text(encoding="utf-8"))["rows"]:
-    match = re.fullmatch(r"fwd bf16 b=(\d+) hq=\d+ sq=(\d+) d=(\d+)( causal)?", row["problem"])
-    if match and row["kernel"] == "forward_sm80" and int(match.group(1)) * int(match.group(2)) == 16384:
-      data.setdefault(f"sm80 d {match.group(3)} {'causal' if match.group(4) else 'full'}", {})[match.group(2)] = row["tflops"]
+      data.setdefault(f"forward_sm90 d {match.group(1)} {match.group(2)}", {})[match.group(3)] = float(match.group(4))
+  for file in ("h200_sm80.json", "h200_sm90_backward.json"):
+    for row in json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]:
+      match = re.fullmatch(r"(?:fwd|bwd) bf16 b=(\d+) hq=(\d+) sq=(\d+) d=(\d+)( causal)?", row["problem"])
+      if match and int(match.group(1)) * int(match.group(3)) == 16384 and int(match.group(2)) * int(match.group(4)) == 2048:
+        data.setdefault(f"{row['kernel']} d {match.group(4)} {'causal' if match.group(5) else 'full'}", {})[match.group(3)] = row["tflops"]
   return data
 
 
 def draw_h200(data):
-  figure, axes = style.panels(1, 2, 2.9, sharey=True)
+  figure, axes = style.panels(2, 2, 4.8, sharey=True, sharex=True)
   colours = {"64": style.SKY, "128": style.BLUE, "256": style.GREEN}
-  for one, kind in zip(axes, ("full", "causal")):
-    for d, colour in colours.items():
-      line = {int(sq): value for sq, value in data.get(f"d {d} {kind}", {}).items()}
-      one.semilogx(list(line), list(line.values()), "o-", color=colour, label=f"forward_sm90, d {d}")
-      old = {int(sq): value for sq, value in sorted(data.get(f"sm80 d {d} {kind}", {}).items(), key=lambda item: int(item[0]))}
-      one.semilogx(list(old), list(old.values()), "s:", color=colour, markersize=4, linewidth=1.2, label=f"forward_sm80, d {d}" if old else None)
-    one.set(title=kind, xlabel="tokens to a sequence, 16384 in all", ylim=(0, 900), xticks=[512, 1024, 2048, 4096, 8192, 16384])
-    one.set_xticklabels(["512", "1k", "2k", "4k", "8k", "16k"])
-    one.minorticks_off()
-    one.grid(axis="y")
-  axes[0].set_ylabel("TFLOP/s")
-  handles, labels = axes[0].get_legend_handles_labels()
-  figure.legend(handles, labels, loc="outside right center", fontsize=8.5)
+  for row, name in zip(axes, ("forward", "backward")):
+    for one, kind in zip(row, ("full", "causal")):
+      for d, colour in colours.items():
+        for chip, look in (("sm90", {"fmt": "o-"}), ("sm80", {"fmt": "s:", "markersize": 4, "linewidth": 1.2})):
+          line = sorted((int(sq), value) for sq, value in data.get(f"{name}_{chip} d {d} {kind}", {}).items())
+          one.semilogx([sq for sq, _ in line], [value for _, value in line], look["fmt"], color=colour,
+                       **{key: value for key, value in look.items() if key != "fmt"})
+      one.set(title=f"{name}, {kind}", ylim=(0, 900), xticks=[512, 1024, 2048, 4096, 8192, 16384])
+      one.set_xticklabels(["512", "1k", "2k", "4k", "8k", "16k"])
+      one.minorticks_off()
+      one.grid(axis="y")
+    row[0].set_ylabel("TFLOP/s")
+  for one in axes[1]:
+    one.set_xlabel("tokens to a sequence")
+  line = style.plt.Line2D
+  handles = [line([], [], color=colour) for colour in colours.values()]
+  handles += [line([], [], color=style.INK, marker="o"), line([], [], color=style.INK, marker="s", linestyle=":", linewidth=1.2, markersize=4)]
+  figure.legend(handles, ["d 64", "d 128", "d 256", "sm90 rows", "sm80 rows"], loc="outside right center", fontsize=8.5)
   return figure
 
 
@@ -130,7 +136,7 @@ def draw_memory(data):
 
 FIGURES = {
     "cpu": (cpu, draw_cpu),
-    "h200_forward": (h200, draw_h200),
+    "h200": (h200, draw_h200),
     "accuracy": (accuracy, draw_accuracy),
     "memory_measured": (memory, draw_memory),
 }
