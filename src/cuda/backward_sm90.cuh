@@ -285,7 +285,7 @@ __device__ __forceinline__ uint32_t weights_at(const GradientSm90<C>& g, int n) 
   return g.shared.weights() + (g.warp * (g.kA / 4) + n) * 512 + g.lane * 16;
 }
 
-// S, P, dV. One of its threads loads K, V and dO.
+// S, P, dV. One of its warps loads K, V and dO.
 template <BackwardSm90Config C>
 struct SplitValueSm90 : GradientSm90<C> {
   using G = GradientSm90<C>;
@@ -340,7 +340,7 @@ struct SplitValueSm90 : GradientSm90<C> {
   }
 };
 
-// dP, dS, dK. One of its threads loads Q, lse and delta.
+// dP, dS, dK. One of its warps loads Q, lse and delta.
 template <BackwardSm90Config C>
 struct SplitKeySm90 : GradientSm90<C> {
   using G = GradientSm90<C>;
