@@ -12,7 +12,7 @@
 namespace tilewise {
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 60;  // sums of a few stay inside int64; no machine has as much
+constexpr int64_t kMost = int64_t{1} << 58;  // sums of thirty stay inside int64; no machine has as much
 
 int64_t times(std::initializer_list<int64_t> factors) {  // at most kMost
   int64_t product = 1;
@@ -175,7 +175,7 @@ struct Standard {
     if (dropout) bytes += 2 * element + 2;
     if (p.softcap > 0) bytes += 4 * element;
     if (training) bytes += narrow ? 7 * element + 9 * softmax : 10 * element;
-    return bytes * static_cast<double>(b * hq) * static_cast<double>(sq) * static_cast<double>(sk);
+    return bytes * static_cast<double>(b) * static_cast<double>(hq) * static_cast<double>(sq) * static_cast<double>(sk);
   }
 };
 

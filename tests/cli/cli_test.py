@@ -25,6 +25,7 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__f
 FORMATS = {"<f4": "f", "<f2": "e", "<f8": "d", "<i4": "i", "<i8": "q", "|b1": "B", "|u1": "B"}
 
 
+SANITIZED = os.environ.get("TILEWISE_SANITIZE", "") != ""
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -707,6 +708,7 @@ class Others(Case):
             self.assertIn(word, text)
         self.assertIn("block", self.good("memory", "fwd f32 hq=4 sq=512 d=64", "--explain"))
 
+    @unittest.skipIf(SANITIZED, "a sanitizer's own memory is measured too")
     def test_memory_verified(self):
         problems = ("bwd f32 hq=2 sq=1024 d=64 causal", "bwd bf16 hq=4 hk=2 sq=768 d=64 dropout=0.1", "fwd f16 b=2 hq=2 sq=1024 d=128 softcap=20", "bwd f16 hq=2 sq=512 sk=1024 d=64 window=100,50", "fwd bf16 b=2 hq=8 hk=2 sq=1 sk=1024 d=64 pages=128x16 seqused_k causal")
         record = json.loads(self.good("memory", *problems, "--verify", "--format", "json", "--threads", "2"))
@@ -726,7 +728,8 @@ class Others(Case):
             results = json.load(file)["results"]
         self.assertEqual([result["problem"] for result in results], [fwd, bwd])
         for result in results:
-            self.assertLessEqual(result["seconds"], result["default_seconds"])
+            self.assertGreaterEqual(result["faster"], 1)
+            self.assertEqual(result["faster"] == 1, result["config"] == "")
             self.assertGreater(result["candidates"], 5)
         with open(self.path("my.tuning")) as file:
             lines = file.read().splitlines()
@@ -868,6 +871,8 @@ class Documentation(Case):
         self.assertGreater(len(lines), 5)
         environment = {**os.environ, "PATH": self.folder.name + os.pathsep + os.environ["PATH"]}
         for line in lines:
+            if SANITIZED and "--verify" in line:
+                continue
             done = subprocess.run(
                 line, shell=True, check=False, capture_output=True, text=True, cwd=self.folder.name, env=environment
             )
