@@ -65,9 +65,13 @@ def main() -> int:
   if lacking:
     print(f"SKIPPED: no {' and '.join(lacking)} in {sys.executable}; ./dev docs installs what tools/requirements-docs.txt lists")
     return SKIPPED
-  command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--clean", "-f", str(ROOT / "mkdocs.yml"), "-d", str(out)]
-  if subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode != 0:
+  # Not --quiet: mkdocs would then not count the warnings that --strict fails for.
+  command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "-f", str(ROOT / "mkdocs.yml"), "-d", str(out)]
+  built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+  if built.returncode != 0:
+    print("\n".join(line for line in (built.stdout + built.stderr).splitlines() if not line.startswith("INFO")))
     return 1
+  print("\n".join(line for line in built.stdout.splitlines() if line.startswith("book:")))
   dead = dead_addresses(out)
   print("\n".join(dead) if dead else f"{out / 'index.html'}: no dead address")
   return 1 if dead else 0
