@@ -85,7 +85,7 @@ def without_bodies(code: list[str]) -> list[str]:
   """Signatures in place of functions at the top level, and classes up to their private part."""
   text = "\n".join(code)
   if re.match(r"(template .*\n)?(class|struct|enum)", text):
-    return re.sub(r"\n private:.*?\n\};", "\n};", text, flags=re.DOTALL).splitlines()
+    return without_member_bodies(re.sub(r"\n+ (?:private|protected):.*?\n\};", "\n};", text, flags=re.DOTALL)).splitlines()
   kept: list[str] = []
   inside = False
   for line in code:
@@ -96,10 +96,49 @@ def without_bodies(code: list[str]) -> list[str]:
         line, inside = line[:-1].rstrip() + ";", True
       elif re.search(r"\) \{.*\}$", line):
         line = re.sub(r" \{.*\}$", ";", line)
-      kept.append(line)
+      kept.append(line.replace(" = [];", ";"))
     else:
       kept.append(line)
   return kept
+
+
+def closing(text: str, at: int) -> int:
+  """The place after the bracket that closes the one at `at`; strings with brackets do not occur in the header."""
+  depth = 0
+  for n in range(at, len(text)):
+    depth += (text[n] in "({[") - (text[n] in ")}]")
+    if depth == 0:
+      return n + 1
+  return len(text)
+
+
+def without_member_bodies(text: str) -> str:
+  """A class whose member functions end after their parameters: initialisers and bodies go."""
+  out, n, depth = "", 0, 0
+  while n < len(text):
+    if text.startswith("//", n):
+      end = text.find("\n", n)
+      out, n = out + text[n:end], end
+      continue
+    if text[n] == "(" and depth == 1:
+      end = closing(text, n)
+      qualifiers = re.compile(r"(?:\s*(?:const|noexcept)\b)*").match(text, end).end()
+      out, n = out + text[n:qualifiers], qualifiers
+      after = re.compile(r"\s*").match(text, n).end()
+      if text[after] == ":":  # a(x), b{y} {
+        while text[after] not in "({":
+          after += 1
+        while text[after] in "({" and text[after - 1] != " ":
+          after = closing(text, after)
+          while text[after] not in "({":
+            after += 1
+      if text[after] == "{":
+        out, n = out + ";", closing(text, after)
+      continue
+    depth += (text[n] == "{") - (text[n] == "}")
+    out += text[n]
+    n += 1
+  return out
 
 
 def names(code: list[str]) -> list[str]:
@@ -217,8 +256,9 @@ def definitions(path: pathlib.Path) -> dict[str, ast.AST]:
   return found
 
 
-def exported(module: str) -> list[tuple[str, ast.AST]]:
-  """What `__all__` of a module of the package names, in its order, from the file that defines it."""
+def exported(module: str, documented: bool = True) -> list[tuple[str, ast.AST]]:
+  """Functions and classes that `__all__` of a module of the package names, in its order, from the file that defines them;
+  those with a docstring, or those without."""
   path = module_file(module) if module else PACKAGE / "__init__.py"
   tree = ast.parse(path.read_text(encoding="utf-8"))
   order: list[str] = []
@@ -235,7 +275,7 @@ def exported(module: str) -> list[tuple[str, ast.AST]]:
   found = []
   for name in order:
     node = here.get(name) or (definitions(sources[name]).get(name) if name in sources else None)
-    if node is not None and ast.get_docstring(node):
+    if node is not None and bool(ast.get_docstring(node)) == documented:
       found.append((name, node))
   return found
 
@@ -279,3 +319,11 @@ def pages() -> dict[str, str]:
                            "fails throws `tilewise::Error`. The fields are documented on the page of the [C interface](c.md).", "cpp"),
       "api/python.md": python(),
   }
+
+
+def missing() -> list[str]:
+  """What the headers declare or the package exports, and the reference does not show."""
+  shown = pages()
+  c = set(re.findall(r"\b(tw_\w+)\(", (ROOT / "include/tilewise/tilewise.h").read_text(encoding="utf-8").replace("TW_API", "")))
+  found = [f"api/c.md: {name}" for name in sorted(c) if not re.search(rf"^### .*`{name}`|^[\w* ]*\b{name}\(", shown["api/c.md"], re.MULTILINE)]
+  return found + [f"api/python.md: {name} has no docstring" for name, _ in exported("", documented=False)]

@@ -72,7 +72,10 @@ def main() -> int:
     print("\n".join(line for line in (built.stdout + built.stderr).splitlines() if not line.startswith("INFO")))
     return 1
   print("\n".join(line for line in built.stdout.splitlines() if line.startswith("book:")))
-  dead = dead_addresses(out)
+  sys.path.insert(0, str(ROOT / "tools"))
+  import api_reference
+
+  dead = dead_addresses(out) + [f"reference lacks {name}" for name in api_reference.missing()]
   print("\n".join(dead) if dead else f"{out / 'index.html'}: no dead address")
   return 1 if dead else 0
 
