@@ -59,8 +59,15 @@ def main():
                        "tilewise": error(o.astype(np.float32), exact),
                        "standard": error(standard(*(x.astype(np.float32) for x in (a, b, c)), dtype), exact)})
         print(points[-1])
+  splits = []  # of the last Gaussian problem in float32: shorter sums
+  q, k, v = np.random.default_rng(4096).standard_normal((3, 1, 4096, HEADS, D)).astype(np.float32)
+  exact = tilewise.attention(*(x.astype(np.float64) for x in (q, k, v)), backend="reference")
+  for count in (1, 4, 16):
+    splits.append({"problem": f"fwd f32 hq={HEADS} sq=4096 d={D} splits={count}",
+                   "tilewise": error(tilewise.attention(q, k, v, num_splits=count), exact)})
+    print(splits[-1])
   record = {"tool": "bench/python/accuracy.py", "version": tilewise.__version__, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(),
-            "machine": tilewise.machine(), "points": points}
+            "machine": tilewise.machine(), "points": points, "splits": splits}
   arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
