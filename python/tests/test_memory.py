@@ -17,9 +17,12 @@ def test_the_table_of_savings():
         m = tilewise.memory("bwd bf16 cuda b=1 hq=16 sq=%d d=64" % s)
         matrix, rows_ = 16 * s * s, 2 * 16 * s * 64
         assert m.standard.peak_backward == 16 * matrix + 5 * rows_
-        assert m.tiled.peak_backward == 7 * rows_ + 3 * 4 * 16 * s
+        if m.planned:  # there is a GPU: its kernels' own workspace
+            assert m.tiled.workspace_backward == tilewise.plan(m.problem).workspace_bytes
+        else:
+            assert m.tiled.peak_backward == 7 * rows_ + 3 * 4 * 16 * s
         rows[s] = (m.standard.peak_backward / MIB, m.tiled.peak_backward / MIB)
-    assert rows[16384] == (65696, 227)
+    assert rows[16384][0] == 65696 and 220 < rows[16384][1] < 258
 
 
 def test_workspaces_are_those_of_plans():
