@@ -10,7 +10,6 @@ the lowest 12 bits.
 """
 
 import argparse
-import re
 import struct
 import sys
 
@@ -37,63 +36,55 @@ def kernels(data):
                 yield text[6:], elf[offset : offset + size]
 
 
-def events(code):
-    """The products, fences, waits and special functions as text, runs counted: "fence product:8 wait0 mufu:32 ..."; and counts."""
-    runs, counts = [], {"LDL": 0, "STL": 0, "UTMALDG": 0, "UTMASTG": 0}
+def segments(code):
+    """[marker, products, special functions] from one fence or wait to the next; and counts of some other instructions."""
+    found, counts = [["start", 0, 0]], {"LDL": 0, "STL": 0, "UTMALDG": 0, "UTMASTG": 0}
+    names = {**LOCAL, UTMALDG: "UTMALDG", UTMASTG: "UTMASTG"}
     for first, second in struct.iter_unpack("<QQ", code):
         operation = first & 0xFFF
         if operation in PRODUCTS:
-            event = "product"
+            found[-1][1] += 1
         elif operation == MUFU:
-            event = "mufu"
+            found[-1][2] += 1
         elif operation == WARPGROUP:  # a wait for all but so many groups, or the fence in front of a product
-            event = "wait%d" % (second >> 8 & 7) if first >> 47 & 1 else "fence"
-        else:
-            for known, name in {**LOCAL, UTMALDG: "UTMALDG", UTMASTG: "UTMASTG"}.items():
-                counts[name] += operation == known
-            continue
-        if runs and runs[-1][0] == event:
-            runs[-1][1] += 1
-        else:
-            runs.append([event, 1])
-    return " ".join("%s:%d" % tuple(run) for run in runs), counts
+            found.append(["wait%d" % (second >> 8 & 7) if first >> 47 & 1 else "fence", 0, 0])
+        elif operation in names:
+            counts[names[operation]] += 1
+    return found, counts
 
 
-# First tile, two kinds of step inside a tile and the one across tiles, last product; then what no longer overlaps anything.
-STEP = r"fence:1 product:(\d+) fence:1 product:(\d+) wait1:1 mufu:(\d+) wait0:1 "
-PIPELINE = re.compile(
-    r"fence:1 product:(\d+) wait0:1 mufu:(\d+) " + r"(?:mufu:\d+ )?".join([STEP] * 3) + r"(?:mufu:\d+ )?fence:1 product:(\d+) wait0:1( mufu:\d+)*"
-)
+# First tile; the steps inside a tile, without and with a mask, and the one across tiles; last product.
+PIPELINE = ["start", "fence", "wait0"] + ["fence", "fence", "wait1", "wait0"] * 3 + ["fence", "wait0"]
 
 
 def faults(code):
-    text, counts = events(code)
-    found = ["%d %s: registers are kept in local memory" % (counts[name], name) for name in ("LDL", "STL") if counts[name]]
+    found, counts = segments(code)
+    text = " ".join("%s:%d:%d" % tuple(segment) for segment in found)
+    bad = ["%d %s: registers are kept in local memory" % (counts[n], n) for n in ("LDL", "STL") if counts[n]]
     if counts["UTMALDG"] < 4:
-        found.append("%d UTMALDG: Q, K and twice V are loaded by the copy engine" % counts["UTMALDG"])
+        bad.append("%d UTMALDG: Q, K and twice V are loaded by the copy engine" % counts["UTMALDG"])
     if counts["UTMASTG"] < 1:
-        found.append("no UTMASTG: O is stored by the copy engine")
-    match = PIPELINE.fullmatch(text)
-    if not match:
-        return found + ["not the pipeline: " + text]
-    n = [int(group) for group in match.groups()[:-1]]
-    qk, pv = n[0], n[-1]
-    if any(n[i] != qk or n[i + 1] != pv for i in (2, 5, 8)):
-        found.append("steps differ in their products: " + text)
-    if any(n[i] < 8 * pv for i in (1, 4, 7, 10)):  # a tile of 16 pv keys is 8 pv exponentials a thread
-        found.append("exponentials behind the wait for O: " + text)
-    return found
+        bad.append("no UTMASTG: O is stored by the copy engine")
+    if [segment[0] for segment in found] != PIPELINE:
+        return bad + ["not the pipeline (marker:products:exponentials): " + text]
+    qk, pv = found[1][1], found[-2][1]
+    if [segment[1] for segment in found] != [0, qk, 0] + [qk, pv, 0, 0] * 3 + [pv, 0] or 0 in (qk, pv):
+        bad.append("not the products of the pipeline: " + text)
+    if any(found[n][2] < 8 * pv for n in (2, 5, 9, 13)):  # a tile of 16 pv keys is 8 pv exponentials a thread
+        bad.append("exponentials behind the wait for O: " + text)
+    return bad
 
 
 def backward_faults(code):
-    text, counts = events(code)
-    found = ["%d %s: registers are kept in local memory" % (counts[name], name) for name in ("LDL", "STL") if counts[name]]
+    found, counts = segments(code)
+    text = " ".join("%s:%d:%d" % tuple(segment) for segment in found)
+    bad = ["%d %s: registers are kept in local memory" % (counts[n], n) for n in ("LDL", "STL") if counts[n]]
     if counts["UTMALDG"] < 4:
-        found.append("%d UTMALDG: Q, K, V and dO are loaded by the copy engine" % counts["UTMALDG"])
-    runs = re.findall(r"product:(\d+) (\w+):", text)
-    if not runs or min(int(count) for count, _ in runs) < 4 or any(follows not in ("wait0", "fence") for _, follows in runs):
-        found.append("products are not issued together: " + text)
-    return found
+        bad.append("%d UTMALDG: Q, K, V and dO are loaded by the copy engine" % counts["UTMALDG"])
+    followers = [(segment[1], after[0]) for segment, after in zip(found, found[1:] + [["end", 0, 0]]) if segment[1]]
+    if not followers or any(products < 4 or after not in ("wait0", "fence") for products, after in followers):
+        bad.append("products are not issued together: " + text)
+    return bad
 
 
 def main():
@@ -114,7 +105,7 @@ def main():
                 continue
             checked += 1
             if options.show:
-                print(name, *events(code))
+                print(name, *segments(code))
             for fault in check(code):
                 bad += 1
                 print("%s: %s" % (name, fault))

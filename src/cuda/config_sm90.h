@@ -49,9 +49,14 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int pv_columns() const { return head_dim + (ones() ? 8 : 0); }
 
   // setmaxnreg: what the launch gives (65,536 / threads, in steps of 8) is moved from producer to consumers; the sums
-  // over all warpgroups must agree: 3 x 168 = 40 + 2 x 232, 4 x 128 = 32 + 3 x 160, 5 x 96 = 32 + 4 x 112.
-  TW_HOST_DEVICE constexpr int consumer_registers() const { return consumers == 2 ? 232 : consumers == 3 ? 160 : 112; }
-  TW_HOST_DEVICE constexpr int producer_registers() const { return consumers == 2 ? 40 : 32; }
+  // over all warpgroups must agree: 3 x 168 = 40 + 2 x 232, 4 x 128 = 32 + 3 x 160 = 56 + 3 x 152, 5 x 96 = 32 + 4 x 112.
+  // Pages take more registers of the producer than 32.
+  TW_HOST_DEVICE constexpr int consumer_registers() const {
+    return consumers == 2 ? 232 : consumers == 3 ? (general() ? 152 : 160) : 112;
+  }
+  TW_HOST_DEVICE constexpr int producer_registers() const {
+    return consumers == 2 ? 40 : consumers == 3 && general() ? 56 : 32;
+  }
 
   // The producer's warps: one loads K and V, one hands out tiles and loads Q, and two store O, one for each of two
   // consumers; more consumers store their own.
@@ -78,7 +83,8 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int num_barriers() const { return 2 * (q_slots + 2 * stages + consumers) + kWorkSlots + 1; }
   TW_HOST_DEVICE constexpr int work_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   // Does a causal mask leave whole key tiles of the block to its lower warpgroups alone?
-  TW_HOST_DEVICE constexpr bool skips() const { return block_m() - 64 >= block_n; }
+  TW_HOST_DEVICE constexpr int max_skip() const { return (block_m() - 64) / block_n; }
+  TW_HOST_DEVICE constexpr bool skips() const { return max_skip() > 0; }
   TW_HOST_DEVICE constexpr int again_offset() const { return work_offset() + (kWorkSlots + consumers) * 32; }
   TW_HOST_DEVICE constexpr int shared_bytes() const { return again_offset() + consumers * 16; }
 
@@ -90,9 +96,11 @@ struct ForwardSm90Config {
     return !ones() || (element == Element::kBfloat16 && head_dim <= 128 && !general());
   }
 
+  // A consumer lets go of the values that it skips only with its next product. Until then it holds those of its first tile,
+  // its own last ones and those of the next tile; with fewer stages the keys that it waits for would never be loaded.
   TW_HOST_DEVICE constexpr bool valid() const {
     return head_dim % 64 == 0 && block_n % 64 == 0 && shared_bytes() <= 227 * 1024 && head_dim % o_columns == 0 &&
-           consumers >= 2 && consumers <= 4 && (q_in_registers || q_slots > 1 || head_dim == 256);
+           stages >= 2 * max_skip() && consumers >= 2 && consumers <= 4 && (q_in_registers || q_slots > 1 || head_dim == 256);
   }
 };
 
@@ -112,7 +120,8 @@ TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_shape(Element element, S
 TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, Sm90Shape shape, RowSum row_sum, ScoreKind score) {
   ForwardSm90Config config = forward_sm90_shape(element, shape, row_sum, score);
 #if defined(TILEWISE_STRESS)
-  if (TILEWISE_STRESS < config.stages) config.stages = TILEWISE_STRESS;
+  const int fewest = config.max_skip() > 0 ? 2 * config.max_skip() : 1, wanted = TILEWISE_STRESS < fewest ? fewest : TILEWISE_STRESS;
+  if (wanted < config.stages) config.stages = wanted;
 #endif
   return config;
 }

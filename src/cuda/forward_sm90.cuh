@@ -57,6 +57,13 @@ struct SharedSm90 {
   __device__ __forceinline__ uint32_t take_next() const {
     return barrier(2 * C.q_slots + 4 * C.stages + 2 * C.consumers + C.kWorkSlots);
   }
+  // Arrivals that complete a phase of barrier n, in the order above. Consumers arrive once per warp: wgmma_wait is a wait of
+  // the warp.
+  static __device__ __forceinline__ uint32_t arrivals(int n) {
+    if ((n -= 2 * C.q_slots) < 0) return n < -C.q_slots ? 1 : 4 * C.consumers;
+    if ((n -= 4 * C.stages) < 0) return ((n + 4 * C.stages) / C.stages & 1) == 0 ? 1 : 4 * C.consumers;
+    return n < C.consumers ? 4 : 1;
+  }
   __device__ __forceinline__ Work* work(unsigned char* shared, int tile) const {
     return reinterpret_cast<Work*>(shared + C.work_offset()) + tile % C.kWorkSlots;
   }
@@ -64,7 +71,7 @@ struct SharedSm90 {
   __device__ __forceinline__ ptx::BoxOrigin* o_box(unsigned char* shared, int consumer) const {
     return reinterpret_cast<ptx::BoxOrigin*>(shared + C.work_offset() + (C.kWorkSlots + consumer) * 32);
   }
-  // First of a warp's list of rows to be computed again, -1: none.
+  // First of a warp's list of rows to be computed again, -1: none. Only that warp touches it.
   __device__ __forceinline__ int* again(unsigned char* shared, int consumer, int warp) const {
     return reinterpret_cast<int*>(shared + C.again_offset()) + consumer * 4 + warp;
   }
@@ -197,7 +204,8 @@ struct ConsumerSm90 {
   RowStatistics rows;
   bool o_empty = true;  // the next product starts a tile: it does not add to what O holds
   bool unstored = false;    // the second half of O is still that of the tile before
-  bool again = false;       // that tile has rows to be computed again
+  bool again = false;       // this thread's rows of that tile are to be computed again
+  bool look = false;        // its values may not be finite
   Ring<C.q_slots> q;
   Ring<C.stages> k, v;
   uint32_t o_parity = 1;
@@ -205,10 +213,12 @@ struct ConsumerSm90 {
   unsigned tile = 0;   // number of the next tile's Work in shared memory
   int steps;           // key tiles of this consumer
   int unmasked_steps;  // of these, the first ones need no mask at their lower end
+  bool mask_upper;     // the first one needs one at its upper end
   int skip_v = 0;      // stages of V that belong to tiles which this consumer does not need; of the next tile
   int next_skip_v = 0;
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
+    ptx::stress();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ void my_turn() const {
@@ -217,7 +227,8 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (C.ping_pong) ptx::barrier_arrive(1 + (consumer + 1 == C.consumers ? 0 : consumer + 1), 256);
   }
-  __device__ __forceinline__ int row_of_tile(int half) const { return consumer * 64 + warp * 16 + half * 8 + (lane >> 2); }
+  __device__ __forceinline__ int row_of_warpgroup(int half) const { return warp * 16 + half * 8 + (lane >> 2); }
+  __device__ __forceinline__ int row_of_tile(int half) const { return consumer * 64 + row_of_warpgroup(half); }
   __device__ __forceinline__ const Work& work(unsigned n) const { return *shared.work(memory, n); }
 
   // Key past the last one of this consumer's first key tile.
@@ -256,6 +267,7 @@ struct ConsumerSm90 {
     int low = 0;  // first key that all rows see
     if (p.window_left >= 0) low = max(0, w.first_row + consumer * 64 + 63 + w.seqlen_k - w.seqlen_q - p.window_left);
     unmasked_steps = min(steps, max(0, tiles.top - skip * C.block_n - low) / C.block_n);
+    mask_upper = p.window_right >= 0 || tiles.top > w.seqlen_k;
     if constexpr (C.skips()) {
       next_skip_v = skip;
       for (int n = 0; n < skip; ++n) {
@@ -338,18 +350,14 @@ struct ConsumerSm90 {
     }
   }
 
+  __device__ __forceinline__ int first_key(int n) const { return top_key(work(tile - 1), next_skip_v) - (n + 1) * C.block_n; }
   __device__ __forceinline__ void mask_first(float (&s)[kS]) const {
-    const Work& w = work(tile - 1);
-    const int top = top_key(w, next_skip_v);
     if (unmasked_steps == 0)
-      mask<true, true>(s, w, top - C.block_n);
-    else if (p.window_right >= 0 || top > w.seqlen_k)
-      mask<true, false>(s, w, top - C.block_n);
+      mask<true, true>(s, work(tile - 1), first_key(0));
+    else if (mask_upper)
+      mask<true, false>(s, work(tile - 1), first_key(0));
   }
-  __device__ __forceinline__ void mask_lower(float (&s)[kS], int n) const {
-    const Work& w = work(tile - 1);
-    mask<false, true>(s, w, top_key(w, next_skip_v) - (n + 1) * C.block_n);
-  }
+  __device__ __forceinline__ void mask_lower(float (&s)[kS], int n) const { mask<false, true>(s, work(tile - 1), first_key(n)); }
 
   // ScoreKind::kGeneral: from q . k to logits in natural units; before the mask, which -inf would not survive.
   __device__ __forceinline__ void options(float (&s)[kS], int n) const {
@@ -360,22 +368,39 @@ struct ConsumerSm90 {
 #pragma unroll
         for (int x = 0; x < kS; ++x)  // score.cuh's tanh_of, times softcap
           s[x] = fmaf(outer, ptx::reciprocal_approx(ptx::exp2_approx(s[x] * inner) + 1.f), score.softcap);
-      } else {
+      } else if (p.natural) {
 #pragma unroll
         for (int x = 0; x < kS; ++x) s[x] *= score.scale;
       }
       if (score.alibi) {
         const Work& w = work(tile - 1);
         const float slope = score.alibi[w.batch * score.alibi_batch + w.head * score.alibi_head];
-        const int first_key = top_key(w, next_skip_v) - (n + 1) * C.block_n + 2 * (lane & 3);
+        const int key = first_key(n) + 2 * (lane & 3);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float distance = static_cast<float>(w.first_row + row_of_tile(half) + w.seqlen_k - w.seqlen_q - first_key);
+          const float distance = static_cast<float>(w.first_row + row_of_tile(half) + w.seqlen_k - w.seqlen_q - key);
 #pragma unroll
           for (int x = 0; x < kS / 4; ++x)
 #pragma unroll
             for (int e = 0; e < 2; ++e) s[4 * x + 2 * half + e] -= slope * fabsf(distance - static_cast<float>(8 * x + e));
         }
+      }
+    }
+  }
+  // Zeros for what dropout takes; the sums have it. 16 rows and 32 keys share the draws of core/dropout.h.
+  __device__ __forceinline__ void drop(float (&s)[kS], int n) const {
+    if constexpr (C.general()) {
+      if (!p.forward.score.dropout.active()) return;
+      const Dropout dropout = resolve_dropout(p.forward.score);
+      const Work& w = work(tile - 1);
+      const int64_t head = static_cast<int64_t>(w.batch) * p.forward.sequence.num_heads_q + w.head;
+      const int rows16 = w.first_row / 16 + consumer * 4 + warp, keys32 = first_key(n) / 32;
+#pragma unroll
+      for (int x = 0; x < kS / 16; ++x) {
+        const Philox4 draw = dropout.draw(head, rows16, lane >> 2, keys32 + x, lane & 3);
+#pragma unroll
+        for (int e = 0; e < 16; ++e)
+          if (!keeps(draw, e, dropout.threshold << 16)) s[16 * x + e] = 0.f;
       }
     }
   }
@@ -421,6 +446,7 @@ struct ConsumerSm90 {
     if constexpr (kMasked) mask_lower(s, n);
     note_maximum(s);
     weights(s, sum);
+    drop(s, n);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
@@ -447,16 +473,17 @@ struct ConsumerSm90 {
     issue(s);
     ++tile;
     skip_v = next_skip_v;
+    Ending end = begin_ending(work(tile - 2), rows);
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
-    const RowStatistics done = rows;
     options(s, 0);
     mask_first(s);
     start_rows<C.element>(rows, s, p.scale_log2);
     note_maximum(s);
     weights(s, sum);
+    drop(s, 0);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
@@ -464,7 +491,7 @@ struct ConsumerSm90 {
     v.advance();
     if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
     pack(s);
-    finish(work(tile - 2), done);
+    finish(work(tile - 2), end);
     o_empty = true;
     skip_values();
   }
@@ -485,6 +512,7 @@ struct ConsumerSm90 {
     start_rows<C.element>(rows, s, p.scale_log2);
     note_maximum(s);
     weights(s, sum);
+    drop(s, 0);
     if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
     pack(s);
   }
@@ -496,79 +524,128 @@ struct ConsumerSm90 {
     ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
     issue_output();
     pass_turn();
+    Ending end = begin_ending(work(tile - 1), rows);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     release(shared.v_empty(v.stage));
     v.advance();
-    finish(work(tile - 1), rows);
+    finish(work(tile - 1), end);
     store_second_half(tile - 1);
   }
 
-  // o = O / sum, lse; notes rows to be computed again.
-  __device__ __forceinline__ void finish(const Work& done, const RowStatistics& statistics) {
-    const int first = done.first_row + consumer * 64;
-    if (first >= done.capacity_q) return;  // block_m reaches past the end
-    const ForwardParams& f = p.forward;
+  // The end of a tile: o = O / sum, lse, and a note of rows to be computed again. What needs no O is done while the tensor
+  // cores still work on it; one vote of the warp finds out whether anything is out of the ordinary.
+  struct Ending {
+    uint32_t flags;
     float inverse[2];
-    again = false;
-    bool check = p.check;
-    float maximum = kMinusInf;
-    const float sink = f.score.sink ? f.score.sink[done.head * f.score.sink_head] * kLog2E : kMinusInf;
+  };
+  static constexpr uint32_t kSees = 1;    // this thread's first row sees a key; its second one: kSees << 1
+  static constexpr uint32_t kNoRows = 4;  // block_m reaches past the end
+  static constexpr uint32_t kTail = 8;    // of a packed sequence: the next one's rows follow, a box would overwrite them
+  static constexpr uint32_t kLook = 16;   // values may not be finite
+  static constexpr uint32_t kAgain = 32, kEmpty = 64;  // some row of the warp has to be computed again, sees no key
+
+  __device__ __forceinline__ Ending begin_ending(const Work& done, const RowStatistics& statistics) const {
+    const ForwardParams& f = p.forward;
+    const int first = done.first_row + consumer * 64;
+    Ending end;
+    end.flags = (first >= done.capacity_q ? kNoRows : 0) | (f.sequence.packed_q && first + 64 > done.capacity_q ? kTail : 0) |
+                (p.check ? kLook : 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float weight = kSum ? ptx::quad_sum(statistics.sum[half]) : o[kO - 4 + 2 * half];
-      const int i = first + warp * 16 + half * 8 + (lane >> 2);
+      const int i = first + row_of_warpgroup(half);
       const int diagonal = i + done.seqlen_k - done.seqlen_q;
       const int last_key = p.window_right < 0 ? done.seqlen_k - 1 : min(done.seqlen_k - 1, diagonal + p.window_right);
       const int first_key = p.window_left < 0 ? 0 : max(0, diagonal - p.window_left);
-      const bool used = i < done.seqlen_q, sees = used && last_key >= first_key;
-      const float sum = weight + ptx::exp2_approx(sink - statistics.reference[half]);
-      // The first tile's maximum is in the sum, so in float32 it is never small unless something went wrong.
-      if (C.general() && used) maximum = fmaxf(maximum, statistics.maximum[half]);
-      again |= sees && !(weight > 0x1p-60f && sum < 0x1p127f);
-      // |O| <= sum max |V| cannot overflow while the sum is below 1, nor in float16, whose V end at 2^16.
-      check |= C.element == Element::kBfloat16 && weight >= 1.f;
-      inverse[half] = sees ? ptx::reciprocal_approx(sum) : 0.f;
-      if (f.lse && (lane & 3) == 0 && i < done.capacity_q) {
-        const float lse = (statistics.reference[half] + ptx::log2_approx(sum)) * kLn2;
+      end.flags |= i < done.seqlen_q && last_key >= first_key ? kSees << half : 0;
+    }
+    if constexpr (kSum) {
+      const float weight[2] = {ptx::quad_sum(statistics.sum[0]), ptx::quad_sum(statistics.sum[1])};
+      const float sink = f.score.sink ? f.score.sink[done.head * f.score.sink_head] * kLog2E : kMinusInf;
+      const float sum[2] = {weight[0] + ptx::exp2_approx(sink - statistics.reference[0]),
+                            weight[1] + ptx::exp2_approx(sink - statistics.reference[1])};
+      divide(end, weight, sum);
+      if (f.lse && (lane & 3) == 0) {
         float* const out = f.lse.data + done.head * f.lse.head +
                            (f.sequence.packed_q ? done.q_begin * f.lse.row : done.batch * f.lse.batch);
-        out[i * f.lse.row] = sees ? lse : used ? sink * kLn2 : kMinusInf;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int i = first + row_of_warpgroup(half);
+          const float lse = (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2;
+          if (i < done.capacity_q)
+            out[i * f.lse.row] = end.flags & (kSees << half) ? lse : i < done.seqlen_q ? sink * kLn2 : kMinusInf;
+        }
       }
     }
     if constexpr (C.general()) {
       if (f.max_logit) {  // one atomic a warp
+        float maximum = kMinusInf;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (end.flags & (kSees << half)) maximum = fmaxf(maximum, statistics.maximum[half]);
 #pragma unroll
         for (int n = 1; n < 32; n *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, n));
         if (lane == 0 && maximum != kMinusInf)
           ptx::atomic_max(f.max_logit + done.batch * f.max_logit_batch + done.head * f.max_logit_head, maximum);
       }
     }
+    return end;
+  }
+
+  // The inverse sums, and the vote. weight: of the keys; sum: with the sink.
+  __device__ __forceinline__ void divide(Ending& end, const float (&weight)[2], const float (&sum)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool sees = end.flags & (kSees << half);
+      // The first tile's maximum is in the sum, so in float32 it is never small unless something went wrong.
+      if (sees && !(weight[half] > 0x1p-60f && sum[half] < 0x1p127f)) end.flags |= kAgain;
+      // |O| <= sum max |V| cannot overflow while the sum is below 1, nor in float16, whose V end at 2^16.
+      if (C.element == Element::kBfloat16 && weight[half] >= 1.f) end.flags |= kLook;
+      if (!sees) end.flags |= kEmpty;
+      end.inverse[half] = sees ? ptx::reciprocal_approx(sum[half]) : 0.f;
+      if constexpr (C.general()) end.inverse[half] *= p.forward.score.dropout.active() ? p.forward.score.dropout.scale : 1.f;
+    }
+    end.flags = __reduce_or_sync(0xffffffffu, end.flags);
+  }
+
+  __device__ __forceinline__ void finish(const Work& done, Ending& end) {
+    if constexpr (!kSum) {
+      const float weight[2] = {o[kO - 4], o[kO - 2]};
+      divide(end, weight, weight);
+    }
+    if (end.flags & kNoRows) return;
+    const float (&inverse)[2] = end.inverse;
 #pragma unroll
     for (int n = 0; n < C.head_dim / 2; ++n) o[n] *= inverse[n >> 1 & 1];
-    // A row that sees nothing has O = 0 or, from masked values that are not finite, NaN.
-    if (__any_sync(0xffffffffu, inverse[0] == 0.f || inverse[1] == 0.f)) {
+    if (end.flags & kEmpty) {  // O = 0 or, from masked values that are not finite, NaN
 #pragma unroll
       for (int n = 0; n < C.head_dim / 2; ++n)
         if (inverse[n >> 1 & 1] == 0.f) o[n] = 0.f;
     }
-    store(done, first, __any_sync(0xffffffffu, check));
+    again = end.flags & kAgain;
+    look = end.flags & kLook;
+    store(done, done.first_row + consumer * 64, end.flags & kTail);
   }
 
-  __device__ __forceinline__ void store(const Work& done, int first, bool check) {
-    // The next sequence's rows follow: a box would overwrite them.
-    if (p.forward.sequence.packed_q && first + 64 > done.capacity_q)
+  __device__ __forceinline__ void store(const Work& done, int first, bool tail) {
+    if (tail) {
       again |= ptx::has_nonfinite<T>(store_rows(done, first));
-    else if (!check)
-      store_box_of<0, false>(done, first);
-    else
-      again |= ptx::has_nonfinite<T>(store_box_of<0, true>(done, first));
-    if constexpr (C.o_columns < C.head_dim) {
-      static_assert(2 * C.o_columns == C.head_dim);
-      unstored = !(p.forward.sequence.packed_q && first + 64 > done.capacity_q);
-      if (unstored) return;
+      note_again(done, first);
+      return;
     }
-    note_again(done, first, __any_sync(0xffffffffu, again));
+    store_group<0>(done, first);
+    static_assert(C.o_columns == C.head_dim || 2 * C.o_columns == C.head_dim);
+    if constexpr (C.o_columns < C.head_dim)
+      unstored = true;
+    else
+      note_again(done, first);
+  }
+  template <int kGroup>
+  __device__ __forceinline__ void store_group(const Work& done, int first) {
+    if (look)
+      again |= ptx::has_nonfinite<T>(store_box_of<kGroup, true>(done, first));
+    else
+      store_box_of<kGroup, false>(done, first);
   }
 
   // A step later, when the copy engine has read the first half: nobody waits for that.
@@ -578,14 +655,14 @@ struct ConsumerSm90 {
       unstored = false;
       const Work& done = work(n);
       const int first = done.first_row + consumer * 64;
-      again |= ptx::has_nonfinite<T>(store_box_of<1, true>(done, first));
-      note_again(done, first, __any_sync(0xffffffffu, again));
+      store_group<1>(done, first);
+      note_again(done, first);
     }
   }
 
   // A warp's rows to be computed again form a list through memory: one link for 16 rows, written only if they need it.
-  __device__ __forceinline__ void note_again(const Work& done, int first, bool again) const {
-    if (!again || lane != 0) return;
+  __device__ __forceinline__ void note_again(const Work& done, int first) const {
+    if (!(look ? __any_sync(0xffffffffu, again) : again) || lane != 0) return;
     const int head = done.batch * p.forward.sequence.num_heads_q + done.head;
     const int rows16 = head * p.again_stride + first / 16 + warp;
     int* const list = shared.again(memory, consumer, warp);
@@ -593,11 +670,12 @@ struct ConsumerSm90 {
     *list = rows16;
   }
   __device__ __forceinline__ void compute_again() const {
+    __syncwarp();
     int rows16 = *shared.again(memory, consumer, warp);
 #pragma unroll 1
     while (rows16 >= 0) {
       ExactRows<T, C.head_dim, C.general()>(p.forward, rows16 / p.again_stride, rows16 % p.again_stride * 16).run();
-      rows16 = __shfl_sync(0xffffffffu, lane == 0 ? p.again[rows16] : 0, 0);
+      rows16 = p.again[rows16];  // as lane 0 of this warp wrote it
     }
   }
 
@@ -673,6 +751,7 @@ struct ConsumerSm90 {
 
   __device__ __forceinline__ void run() {
     if (C.ping_pong && consumer == C.consumers - 1) pass_turn();  // the first turn is the first consumer's
+    if (lane == 0) *shared.again(memory, consumer, warp) = -1;
 #pragma unroll
     for (int n = 0; n < kO; ++n) o[n] = 0.f;
     if (next_tile()) {
@@ -706,8 +785,8 @@ struct ConsumerSm90 {
       if (threadIdx.x % 128 == 0) ptx::tma_store_wait_all();
       ptx::barrier_sync(5 + consumer, 128);
     }
-    compute_again();
     if (p.forward.sequence.packed_q) zero_unowned_rows();
+    compute_again();
   }
 };
 
@@ -723,30 +802,14 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
 
   ptx::let_next_kernel_start();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < 32) {
+    for (int n = threadIdx.x; n < C.num_barriers(); n += 32) ptx::mbarrier_init(shared.barrier(n), shared.arrivals(n));
+    ptx::mbarrier_init_fence();
+  } else if (threadIdx.x == 32) {
     ptx::tma_prefetch(p.q);
     ptx::tma_prefetch(p.k);
     ptx::tma_prefetch(p.v);
     ptx::tma_prefetch(p.o);
-    // Consumers arrive once per warp: wgmma_wait is a wait of the warp.
-    for (int n = 0; n < C.q_slots; ++n) {
-      ptx::mbarrier_init(shared.q_full(n), 1);
-      ptx::mbarrier_init(shared.q_empty(n), 4 * C.consumers);
-    }
-    for (int n = 0; n < C.stages; ++n) {
-      ptx::mbarrier_init(shared.k_full(n), 1);
-      ptx::mbarrier_init(shared.k_empty(n), 4 * C.consumers);
-      ptx::mbarrier_init(shared.v_full(n), 1);
-      ptx::mbarrier_init(shared.v_empty(n), 4 * C.consumers);
-    }
-    for (int n = 0; n < C.consumers; ++n) {
-      ptx::mbarrier_init(shared.o_full(n), 4);
-      ptx::mbarrier_init(shared.o_empty(n), 1);
-    }
-    for (int n = 0; n < C.kWorkSlots; ++n) ptx::mbarrier_init(shared.work_full(n), 1);
-    ptx::mbarrier_init(shared.take_next(), 1);
-    for (int n = 0; n < 4 * C.consumers; ++n) *shared.again(memory, 0, n) = -1;
-    ptx::mbarrier_init_fence();
   }
   if constexpr (C.ones()) {
     const uint32_t one = ptx::pack<typename ElementType<kElement>::Type>(1.f, 1.f);

@@ -49,12 +49,12 @@ Sm90Shape choose_shape(const tw_problem& p) {
 ForwardSm90Config choose(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   const bool negative = softmax_scale_of(p) < 0 && (d <= 64 || d > 128);  // with Q in registers a sign flip does
-  if (p.softcap != 0 || negative || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT)) {
+  if (p.softcap != 0 || negative || p.dropout_p != 0 || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT)) {
     const Sm90Shape shape = d > 128 ? Sm90Shape::kD256 : d > 64 ? Sm90Shape::kD128Short : Sm90Shape::kD64General;
     return forward_sm90_config(element_of(p), shape, RowSum::kFloat32, ScoreKind::kGeneral);
   }
   const ForwardSm90Config ones = forward_sm90_config(element_of(p), choose_shape(p), RowSum::kOnesColumn, ScoreKind::kPlain);
-  if (ones.exists() && !has(p, TW_HAS_LSE)) return ones;
+  if (ones.exists() && !has(p, TW_HAS_LSE) && !has(p, TW_HAS_SINK)) return ones;
   return forward_sm90_config(element_of(p), choose_shape(p), RowSum::kFloat32, ScoreKind::kPlain);
 }
 
@@ -102,8 +102,8 @@ std::string refuse_forward_sm90(const tw_problem& p) {
   if (p.k_layout == TW_PAGED) return "paged keys";
   if (p.seqlen_new > 0) return "keys to append";
   if (p.rotary_dim > 0) return "rotary positions";
-  if (p.dropout_p != 0) return "dropout";
-  if (has(p, TW_HAS_DROPOUT_MASK)) return "dropout_mask";
+  // A draw belongs to 32 keys, and a window's end moves the tiles off their multiples.
+  if (p.dropout_p != 0 && ends_differ(p)) return "dropout with causal or a window to the right";
   if (has(p, TW_HAS_BIAS)) return "bias";
   if (p.num_splits > 1) return "num_splits over 1";
   if (p.seqlen_q <= 64 && lengths_decide(p)) return concat("seqlen_q ", p.seqlen_q, ": 64 rows a warpgroup would be mostly empty");
@@ -166,6 +166,12 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   forward.head_dim_v = static_cast<int32_t>(p.head_dim_v);
   forward.lse = row_scalar(t.lse);
   forward.pack = forward.num_splits = 1;
+  if (t.dropout_mask) {
+    const tw_tensor& mask = *t.dropout_mask;
+    const int error = launch_dropout_mask(forward.sequence, forward.score, static_cast<uint8_t*>(mask.data), mask.shape,
+                                          mask.stride, stream);
+    if (error != 0) return device_error("dropout_mask", error);
+  }
   if (t.max_logit) {
     forward.max_logit = static_cast<float*>(t.max_logit->data);
     forward.max_logit_batch = t.max_logit->stride[0];
@@ -196,12 +202,14 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     order.launch = std::max<uint64_t>(1, number >> 24);
   }
   order.lead = 2;  // 1 to 4 are equal from 1k keys on; 9 loses 2 % at 512
-  if (config.general()) {
-    params.scale_log2 = 0x1.715476p+0f;  // log2(e): the options leave logits in natural units
+  const float scale = forward.score.scale_log2;
+  params.natural = config.general() && (p.softcap != 0 || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT) || scale < 0);
+  if (params.natural) {
+    params.scale_log2 = 0x1.715476p+0f;  // log2(e)
   } else {
     // A zero scale gives every visible key the same weight; the smallest normal number does, too, and -inf stays -inf.
-    params.scale_log2 = std::max(std::fabs(forward.score.scale_log2), 0x1p-126f);
-    params.sign_flip = forward.score.scale_log2 < 0 ? 0x80008000u : 0;
+    params.scale_log2 = std::max(std::fabs(scale), 0x1p-126f);
+    params.sign_flip = scale < 0 ? 0x80008000u : 0;
   }
   params.check = !even || p.seqlen_k % config.block_n != 0;
   params.always = 1;

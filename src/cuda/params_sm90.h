@@ -22,6 +22,7 @@ struct TileOrder {
 struct ForwardSm90Params {
   CUtensorMap q, k, v, o;   // [batch, head, panel, row, column]; one box = all panels, or one of them
   int32_t loads_per_tile;   // 1: a box has every panel of a tile. Else: boxes of one panel
+  bool natural;             // ScoreKind::kGeneral: the options leave logits in natural units
   ForwardParams forward;    // options, and what rows that are computed again need
   TileOrder order;
   float scale_log2;         // from what the exponentials see to base 2, never 0

@@ -5,8 +5,8 @@
 
 namespace tilewise::ptx {
 
-// Built with TILEWISE_STRESS, waits and arrivals come at random times, as on a machine under load: what then goes wrong, or
-// differs from run to run, lacks a barrier. For tests; sm90_forward says how.
+// Built with TILEWISE_STRESS, warps wait and arrive at random times, as on a machine under load: what then goes wrong, or
+// differs from run to run, lacks a barrier. By whole warps, which must not come apart in front of a named barrier.
 __device__ __forceinline__ void stress() {
 #if defined(TILEWISE_STRESS)
   const uint32_t draw = (static_cast<uint32_t>(clock()) + threadIdx.x / 32 * 7919u + blockIdx.x * 104729u) * 2654435761u;
@@ -22,7 +22,6 @@ __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  stress();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives, and makes the phase wait for `bytes` of copies as well.

@@ -12,26 +12,25 @@
 
 namespace tilewise::cuda {
 
-template <class T, int kHeadDim, bool kOptions>  // kOptions: softcap, ALiBi and max_logit may be asked for
+template <class T, int kHeadDim, bool kOptions>  // kOptions: softcap, ALiBi, dropout and max_logit may be asked for
 struct ExactRows {
   static constexpr int kKeys = 16;
   static constexpr int kSlices = kHeadDim / 32;  // of 32 columns
 
   const ForwardParams& p;
-  const int head, first_row, lane;  // head: of all batch entries
+  const int head, first_row;  // head: of all batch entries
   int seqlen_q, seqlen_k;
-  const T *q, *k, *v;        // row 0, key 0
+  const T *k, *v;            // key 0
   float o[kSlices][4][4];    // [slice][i][row g: column 8 t + i, 8 t + 4 + i; row g + 8: the same]
   float maximum[2], sum[2];  // of rows g, g + 8; sum: of this lane's keys
 
   __device__ __forceinline__ ExactRows(const ForwardParams& params, int head_of_batch, int row)
-      : p(params), head(head_of_batch), first_row(row), lane(threadIdx.x % 32) {
+      : p(params), head(head_of_batch), first_row(row) {
     const int b = head / p.sequence.num_heads_q, h = head % p.sequence.num_heads_q;
     const DeviceSequence s = resolve(p.sequence, b);
     const int head_k = h / (p.sequence.num_heads_q / p.sequence.num_heads_k);
     seqlen_q = s.seqlen_q;
     seqlen_k = s.seqlen_k;
-    q = query_rows<const T>(p.q, p.sequence, s, b, h);
     k = key_rows<const T>(p.k, p.sequence, s, head_k);
     v = key_rows<const T>(p.v, p.sequence, s, head_k);
 #pragma unroll
@@ -47,7 +46,8 @@ struct ExactRows {
         for (int e = 0; e < 4; ++e) o[slice][i][e] = 0.f;
   }
 
-  __device__ __forceinline__ int row(int half) const { return first_row + half * 8 + (lane >> 2); }
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ int row(int half) const { return first_row + half * 8 + (lane() >> 2); }
   __device__ __forceinline__ bool sees(int half, int j) const {
     const Range keys = visible_keys(p.score, row(half), seqlen_q, seqlen_k);
     return row(half) < seqlen_q && j >= keys.begin && j < keys.end;
@@ -64,7 +64,8 @@ struct ExactRows {
   // Logits of keys j0 .. j0 + 15 in natural units, -inf where a row does not see the key: x[n][2 half + e] is that of key
   // j0 + 8 n + 2 t + e.
   __device__ __forceinline__ void logits(float (&x)[2][4], int j0) const {
-    const int g = lane >> 2, t = lane & 3;
+    const int g = lane() >> 2, t = lane() & 3, b = head / p.sequence.num_heads_q;
+    const T* q = query_rows<const T>(p.q, p.sequence, resolve(p.sequence, b), b, head % p.sequence.num_heads_q);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -85,7 +86,7 @@ struct ExactRows {
     }
     float slope = 0.f;
     if (kOptions && p.score.alibi)
-      slope = p.score.alibi[head / p.sequence.num_heads_q * p.score.alibi_batch + head % p.sequence.num_heads_q * p.score.alibi_head];
+      slope = p.score.alibi[b * p.score.alibi_batch + head % p.sequence.num_heads_q * p.score.alibi_head];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -127,11 +128,23 @@ struct ExactRows {
       }
   }
 
+  // Zeros for what dropout takes; the sums have it.
+  __device__ __forceinline__ void drop(float (&x)[2][4], int j0) const {
+    if constexpr (kOptions) {
+      if (!p.score.dropout.active()) return;
+      const Dropout dropout = resolve_dropout(p.score);
+      const Philox4 draw = dropout.draw(head, first_row / 16, lane() >> 2, j0 / 32, lane() & 3);
+#pragma unroll
+      for (int e = 0; e < 16; ++e)
+        if (e / 8 == (j0 >> 4 & 1) && !keeps(draw, e, dropout.threshold << 16)) x[e / 4 % 2][e & 3] = 0.f;
+    }
+  }
+
   // Values of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, as pairs of columns.
   __device__ __forceinline__ void load_values(uint32_t (&x)[4][2], int j0, int slice) const {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      const int j = j0 + 2 * (lane & 3) + (n & 1) + (n >> 1) * 8, column = 32 * slice + 4 * (lane >> 2);
+      const int j = j0 + 2 * (lane() & 3) + (n & 1) + (n >> 1) * 8, column = 32 * slice + 4 * (lane() >> 2);
       x[n][0] = x[n][1] = 0;
       if (j < seqlen_k && column < p.head_dim_v)
         asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x[n][0]), "=r"(x[n][1]) : "l"(v + j * p.v.row + column));
@@ -165,7 +178,7 @@ struct ExactRows {
           for (int n = 0; n < 4; ++n)
 #pragma unroll
             for (int pair = 0; pair < 2; ++pair)
-              if (2 * (lane & 3) + (n & 1) + (n >> 1) * 8 != key) x[n][pair] = 0;
+              if (2 * (lane() & 3) + (n & 1) + (n >> 1) * 8 != key) x[n][pair] = 0;
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -190,7 +203,7 @@ struct ExactRows {
       const int i = row(half);
       float total = ptx::quad_sum(sum[half]), factor = 1.f;
       const bool used = i < s.seqlen_q;
-      if (kOptions && p.max_logit && used && (lane & 3) == 0 && (maximum[half] != kMinusInf || isnan(total)))
+      if (kOptions && p.max_logit && used && (lane() & 3) == 0 && (maximum[half] != kMinusInf || isnan(total)))
         ptx::atomic_max(p.max_logit + b * p.max_logit_batch + h * p.max_logit_head, isnan(total) ? total : maximum[half]);
       if (p.score.sink && used) {
         const float sink = p.score.sink[h * p.score.sink_head];
@@ -203,14 +216,15 @@ struct ExactRows {
         }
       }
       const bool empty = maximum[half] == kMinusInf && !isnan(total);
-      const float inverse = factor / total;
+      float inverse = factor / total;
+      if (kOptions && p.score.dropout.active()) inverse *= p.score.dropout.scale;
       if (i >= s.capacity_q) continue;
-      if (p.lse && (lane & 3) == 0)
+      if (p.lse && (lane() & 3) == 0)
         row_scalars(p.lse, p.sequence, s, b, h)[i * p.lse.row] = empty ? kMinusInf : maximum[half] + logf(total);
       T* const out = query_rows<T>(p.o, p.sequence, s, b, h) + i * p.o.row;
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) {
-        const int column = 32 * slice + 8 * (lane & 3);
+        const int column = 32 * slice + 8 * (lane() & 3);
         uint32_t x[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
@@ -232,6 +246,7 @@ struct ExactRows {
         float x[2][4];
         logits(x, j0);
         weights(x);
+        drop(x, j0);
         const uint32_t weight[4] = {ptx::pack<T>(x[0][0], x[0][1]), ptx::pack<T>(x[0][2], x[0][3]), ptx::pack<T>(x[1][0], x[1][1]),
                                     ptx::pack<T>(x[1][2], x[1][3])};
         const bool masked = last_row < first_row + 15 || j0 < keys_of(last_row).begin || j0 + kKeys > keys_of(first_row).end;
