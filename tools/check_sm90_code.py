@@ -15,7 +15,7 @@ import sys
 
 EM_CUDA = 190
 # Operations of sm_90a, read off kernels of one instruction each.
-PRODUCTS = {0x9F0: "product", 0xDF0: "product"}  # HGMMA: A in shared memory, A in registers
+PRODUCTS = {0x9F0, 0xDF0}  # HGMMA: A in shared memory, A in registers
 WARPGROUP, MUFU, LOCAL = 0x9C5, 0x308, {0x983: "LDL", 0x387: "STL", 0x987: "STL"}
 UTMALDG, UTMASTG = 0x5B4, 0x3B5
 

@@ -224,7 +224,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
 
 KernelRow forward_sm90_row() {
   return {"forward_sm90", TW_BACKEND_CUDA, TW_FORWARD, "sm_90a",
-          "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, sinks, dense and packed", forward_sm90_available,
+          "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, sinks, dropout, dense and packed", forward_sm90_available,
           refuse_forward_sm90, plan_forward_sm90, run_forward_sm90};
 }
 

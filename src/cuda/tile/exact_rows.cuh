@@ -20,19 +20,14 @@ struct ExactRows {
   const ForwardParams& p;
   const int head, first_row;  // head: of all batch entries
   int seqlen_q, seqlen_k;
-  const T *k, *v;            // key 0
   float o[kSlices][4][4];    // [slice][i][row g: column 8 t + i, 8 t + 4 + i; row g + 8: the same]
   float maximum[2], sum[2];  // of rows g, g + 8; sum: of this lane's keys
 
   __device__ __forceinline__ ExactRows(const ForwardParams& params, int head_of_batch, int row)
       : p(params), head(head_of_batch), first_row(row) {
-    const int b = head / p.sequence.num_heads_q, h = head % p.sequence.num_heads_q;
-    const DeviceSequence s = resolve(p.sequence, b);
-    const int head_k = h / (p.sequence.num_heads_q / p.sequence.num_heads_k);
+    const DeviceSequence s = resolve(p.sequence, head / p.sequence.num_heads_q);
     seqlen_q = s.seqlen_q;
     seqlen_k = s.seqlen_k;
-    k = key_rows<const T>(p.k, p.sequence, s, head_k);
-    v = key_rows<const T>(p.v, p.sequence, s, head_k);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       maximum[half] = kMinusInf;
@@ -53,6 +48,12 @@ struct ExactRows {
     return row(half) < seqlen_q && j >= keys.begin && j < keys.end;
   }
 
+  // Key 0 of K or V. Made anew where it is used, for the sake of registers.
+  __device__ __forceinline__ const T* keys(const RowTensor& x) const {
+    const int b = head / p.sequence.num_heads_q, h = head % p.sequence.num_heads_q;
+    return key_rows<const T>(x, p.sequence, resolve(p.sequence, b), h / (p.sequence.num_heads_q / p.sequence.num_heads_k));
+  }
+
   // Eight columns of a row; zeros where there are none. volatile: a load that is moved up only costs registers.
   static __device__ __forceinline__ uint4 load(const T* row, int column, int columns, bool exists) {
     uint4 x = {0, 0, 0, 0};
@@ -65,7 +66,8 @@ struct ExactRows {
   // j0 + 8 n + 2 t + e.
   __device__ __forceinline__ void logits(float (&x)[2][4], int j0) const {
     const int g = lane() >> 2, t = lane() & 3, b = head / p.sequence.num_heads_q;
-    const T* q = query_rows<const T>(p.q, p.sequence, resolve(p.sequence, b), b, head % p.sequence.num_heads_q);
+    const T* const q = query_rows<const T>(p.q, p.sequence, resolve(p.sequence, b), b, head % p.sequence.num_heads_q);
+    const T* const k = keys(p.k);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -141,7 +143,7 @@ struct ExactRows {
   }
 
   // Values of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, as pairs of columns.
-  __device__ __forceinline__ void load_values(uint32_t (&x)[4][2], int j0, int slice) const {
+  __device__ __forceinline__ void load_values(uint32_t (&x)[4][2], const T* v, int j0, int slice) const {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int j = j0 + 2 * (lane() & 3) + (n & 1) + (n >> 1) * 8, column = 32 * slice + 4 * (lane() >> 2);
@@ -152,11 +154,12 @@ struct ExactRows {
   }
 
   __device__ __forceinline__ bool any_nonfinite(int j0) const {
+    const T* const v = keys(p.v);
     bool found = false;
 #pragma unroll 1
     for (int slice = 0; slice < kSlices; ++slice) {
       uint32_t x[4][2];
-      load_values(x, j0, slice);
+      load_values(x, v, j0, slice);
 #pragma unroll
       for (int n = 0; n < 8; ++n) found |= ptx::has_nonfinite<T>(x[n / 2][n % 2]);
     }
@@ -166,13 +169,14 @@ struct ExactRows {
   // O += P V for 16 keys. One by one if zero weights must not meet values that are not finite: then a row takes over what
   // the keys that it sees add.
   __device__ __forceinline__ void add_values(const uint32_t (&weight)[4], int j0, bool one_by_one) {
+    const T* const v = keys(p.v);
 #pragma unroll 1
     for (int key = 0; key < (one_by_one ? kKeys : 1); ++key) {
       const bool takes[2] = {!one_by_one || sees(0, j0 + key), !one_by_one || sees(1, j0 + key)};
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) {
         uint32_t x[4][2];
-        load_values(x, j0, slice);
+        load_values(x, v, j0, slice);
         if (one_by_one) {
 #pragma unroll
           for (int n = 0; n < 4; ++n)
