@@ -20,6 +20,7 @@ struct ExactRows {
   const ForwardParams& p;
   const int head, first_row;  // head: of all batch entries
   int seqlen_q, seqlen_k;
+  const T *kept_k, *kept_v;
   float o[kSlices][4][4];    // [slice][i][row g: column 8 t + i, 8 t + 4 + i; row g + 8: the same]
   float maximum[2], sum[2];  // of rows g, g + 8; sum: of this lane's keys
 
@@ -28,6 +29,8 @@ struct ExactRows {
     const DeviceSequence s = resolve(p.sequence, head / p.sequence.num_heads_q);
     seqlen_q = s.seqlen_q;
     seqlen_k = s.seqlen_k;
+    kept_k = first_key(p.k);
+    kept_v = first_key(p.v);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       maximum[half] = kMinusInf;
@@ -48,8 +51,12 @@ struct ExactRows {
     return row(half) < seqlen_q && j >= keys.begin && j < keys.end;
   }
 
-  // Key 0 of K or V. Made anew where it is used, for the sake of registers.
-  __device__ __forceinline__ const T* keys(const RowTensor& x) const {
+  // Key 0 of K or V. d 64: made anew where it is used, for the sake of registers.
+  __device__ __forceinline__ const T* keys(const RowTensor& x, const T* kept) const {
+    if constexpr (kHeadDim > 64) return kept;
+    return first_key(x);
+  }
+  __device__ __forceinline__ const T* first_key(const RowTensor& x) const {
     const int b = head / p.sequence.num_heads_q, h = head % p.sequence.num_heads_q;
     return key_rows<const T>(x, p.sequence, resolve(p.sequence, b), h / (p.sequence.num_heads_q / p.sequence.num_heads_k));
   }
@@ -67,7 +74,7 @@ struct ExactRows {
   __device__ __forceinline__ void logits(float (&x)[2][4], int j0) const {
     const int g = lane() >> 2, t = lane() & 3, b = head / p.sequence.num_heads_q;
     const T* const q = query_rows<const T>(p.q, p.sequence, resolve(p.sequence, b), b, head % p.sequence.num_heads_q);
-    const T* const k = keys(p.k);
+    const T* const k = keys(p.k, kept_k);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -154,7 +161,7 @@ struct ExactRows {
   }
 
   __device__ __forceinline__ bool any_nonfinite(int j0) const {
-    const T* const v = keys(p.v);
+    const T* const v = keys(p.v, kept_v);
     bool found = false;
 #pragma unroll 1
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -169,7 +176,7 @@ struct ExactRows {
   // O += P V for 16 keys. One by one if zero weights must not meet values that are not finite: then a row takes over what
   // the keys that it sees add.
   __device__ __forceinline__ void add_values(const uint32_t (&weight)[4], int j0, bool one_by_one) {
-    const T* const v = keys(p.v);
+    const T* const v = keys(p.v, kept_v);
 #pragma unroll 1
     for (int key = 0; key < (one_by_one ? kKeys : 1); ++key) {
       const bool takes[2] = {!one_by_one || sees(0, j0 + key), !one_by_one || sees(1, j0 + key)};
