@@ -68,7 +68,8 @@ def main() -> int:
   import story
   import style
 
-  out = arguments.out or (COMMITTED if arguments.write else pathlib.Path(tempfile.mkdtemp()))
+  temporary = tempfile.TemporaryDirectory()
+  out = arguments.out or (COMMITTED if arguments.write else pathlib.Path(temporary.name))
   out.mkdir(parents=True, exist_ok=True)
   wrong = []
   figures = {**masks.FIGURES, **story.FIGURES, **measured.FIGURES}
@@ -87,7 +88,8 @@ def main() -> int:
       wrong.append(f"docs/figures/{path.name} shows other data than there are now")
   if not arguments.only:
     wrong += [f"docs/figures/{path.name}: no script draws it" for path in COMMITTED.glob("*.svg") if path.stem not in figures]
-  print("\n".join(wrong) + "\nrun: python tools/figures --write" if wrong else f"{len(figures)} figures in {out}")
+  done = f"{len(figures)} figures, {'all current' if arguments.check else f'in {out}'}"
+  print("\n".join(wrong) + "\nrun: ./dev docs --figures" if wrong else done)
   return 1 if wrong else 0
 
 
