@@ -323,7 +323,7 @@ TW_API int32_t tw_default_num_threads(void);
 
 /* y = softmax(x) over the last dimension, in the online form: x is read once for maximum and sum together, y written
  * once. x and y: the same shape, 1 to 4 dimensions, any float dtypes, may be the same memory. lse (optional): float32,
- * x's shape without its last dimension. A row of -inf gives zeros and lse -inf. */
+ * x's shape without its last dimension. A row of -inf gives zeros and lse -inf. CPU or CUDA, on the stream. */
 TW_API tw_status tw_softmax(const tw_tensor* x, tw_tensor* y, tw_tensor* lse, const tw_target* target, void* stream);
 
 /* The online softmax as an object, for scores that do not fit in memory or do not exist yet. It keeps, per row, a
@@ -341,8 +341,9 @@ TW_API tw_status tw_accumulator_probabilities(const tw_accumulator* accumulator,
 
 /* Merges two attention results over disjoint keys into the first (split-KV, ring attention):
  * lse = log(exp(lse) + exp(lse_other)), o weighted alike. o, o_other [b, sq, hq, dv] with lse [b, hq, sq], or
- * [total, hq, dv] with [hq, total]. Two empty parts stay (0, -inf); one empty part leaves the other unchanged. */
-TW_API tw_status tw_merge_states(tw_tensor* o, tw_tensor* lse, const tw_tensor* o_other, const tw_tensor* lse_other);
+ * [total, hq, dv] with [hq, total]. Two empty parts stay (0, -inf); one empty part leaves the other unchanged.
+ * CPU or CUDA, on the stream (cudaStream_t; CPU: ignored). */
+TW_API tw_status tw_merge_states(tw_tensor* o, tw_tensor* lse, const tw_tensor* o_other, const tw_tensor* lse_other, void* stream);
 
 /* The dropout decision itself: 1 = kept. A pure function (Philox-4x32-10), the same on every backend. */
 TW_API int32_t tw_dropout_keep(double dropout_p, uint64_t seed, uint64_t offset, int64_t batch_head, int64_t i, int64_t j);

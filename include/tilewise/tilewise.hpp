@@ -394,7 +394,7 @@ class Accumulator {
 // Merges the attention over other keys into (o, lse): split-KV, ring attention.
 inline void merge_states(TensorView o, TensorView lse, const ConstTensorView& o_other,
                          const ConstTensorView& lse_other) {
-  detail::require(tw_merge_states(o.c(), lse.c(), o_other.c(), lse_other.c()));
+  detail::require(tw_merge_states(o.c(), lse.c(), o_other.c(), lse_other.c(), nullptr));
 }
 
 // ---- 7. Introspection ---------------------------------------------------------------------------------------------

@@ -44,7 +44,14 @@ def check(q, k, v, bias=None, alibi_slopes=None, sinks=None, factor=4.0, **optio
     want = torch.autograd.grad(want_loss, take(theirs))
     for x, y in zip(got, take(ours)):
         assert x.dtype == y.dtype and x.shape == y.shape
-    oracle.assert_grads(got, want, dtype, names, factor)
+    plain = [None] * len(want)
+    if bias is not None and dtype != torch.float32:  # a sum over many rows: what rounding o costs, plain attention shows
+        rough = oracle.leaves(q, k, v, bias, alibi_slopes, sinks, dtype=dtype)
+        rough_o, rough_lse = oracle.attention(*rough[:3], bias=rough[3], alibi_slopes=rough[4], sinks=rough[5], arithmetic=dtype, **options)
+        rough_loss = (rough_o.double() * w_o.double()).sum() + (rough_lse.double() * w_lse.double())[finite].sum()
+        plain = torch.autograd.grad(rough_loss, take(rough))
+    for name, x, y, z in zip(names, got, want, plain):
+        oracle.assert_close(x, y, dtype, name, factor, z)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -119,7 +119,7 @@ def test_odd_head_dims_keep_their_shape(d, grad):
         cu = torch.tensor([0, 7], dtype=torch.int32)
         for o in (
             tilewise.attention(q, k, v),
-            tilewise.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu)[None],
+            tilewise.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=7, max_seqlen_k=7)[None],
         ):
             assert o.shape == (1, 7, 2, d) and o.is_contiguous()
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_out():
     cu = torch.arange(0, B + 1, dtype=torch.int32) * S
     packed = [x.reshape(B * S, H, D) for x in (q, k, v)]
     out = torch.empty(B * S, H, D)
-    tilewise.attention_varlen(*packed, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, out=out)
+    tilewise.attention_varlen(*packed, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=S, max_seqlen_k=S, causal=True, out=out)
     assert torch.equal(out.view_as(want), want)
     out = torch.empty_like(q[:, :1])
     tilewise.attention_with_kvcache(q[:, :1], k, v, out=out)
@@ -172,7 +172,7 @@ def test_options_are_not_mixed_up():
             oracle.assert_close(tilewise.attention(q, k, v, **options), expected, torch.float32)
             tilewise.attention_varlen(*(x.reshape(-1, 4, 16)[:10] for x in (q, k, v)), cu_seqlens_q=cu, cu_seqlens_k=cu,
                                       max_seqlen_q=5, max_seqlen_k=5, softcap=1.0)  # fmt: skip
-        for options, expected in zip(calls, want):
+        for options, expected in zip(calls, want) if q.is_cpu else ():
             got = tilewise.attention(q.numpy(), k.numpy(), v.numpy(), **options)
             oracle.assert_close(torch.from_numpy(got), expected, torch.float32)
     assert torch.equal(tilewise.attention(q, k, v, window=window), tilewise.attention(q, k, v, window=(1, 0)))

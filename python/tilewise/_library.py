@@ -57,7 +57,7 @@ _SIGNATURES.update(
     tw_accumulator_lse=(c_int32, (_P, _P)),
     tw_accumulator_result=(c_int32, (_P, _P)),
     tw_accumulator_probabilities=(c_int32, (_P, _P, _P)),
-    tw_merge_states=(c_int32, (_P, _P, _P, _P)),
+    tw_merge_states=(c_int32, (_P, _P, _P, _P, _P)),
     tw_dropout_keep=(c_int32, (c_double, c_uint64, c_uint64, c_int64, c_int64, c_int64)),
     tw_kernel_count=(c_int32, ()),
     tw_kernel_at=(c_int32, (c_int32, _P)),

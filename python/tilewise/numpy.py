@@ -153,7 +153,7 @@ class NumpyKind:
 
     def merge(self, *views):
         with _call.Tensors(*views) as addresses:
-            check(lib.tw_merge_states(*addresses))
+            check(lib.tw_merge_states(*addresses, None))
 
 
 kind = NumpyKind()

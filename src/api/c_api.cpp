@@ -12,12 +12,14 @@
 #include "core/memory.h"
 #include "core/plan.h"
 #include "core/problem.h"
+#include "core/row_tensors.h"
 #include "core/validate.h"
 #include "cpu/isa.h"
 #include "cpu/softmax.h"
 #include "cpu/thread_pool.h"
 #if defined(TILEWISE_HAVE_CUDA)
 #include "cuda/one_call.h"
+#include "cuda/softmax.h"
 #endif
 
 using namespace tilewise;
@@ -332,9 +334,13 @@ tw_status tw_softmax(const tw_tensor* x, tw_tensor* y, tw_tensor* lse, const tw_
     TW_RETURN_IF_ERROR(require(x, "x", y, "y"));
     Target where;
     TW_RETURN_IF_ERROR(resolve_target(target, &where));
-    if (x->device == TW_CUDA)
-      return unsupported("x: on CUDA; softmax runs on CPU tensors in this version");
-    (void)stream;  // for the day it runs there
+#if defined(TILEWISE_HAVE_CUDA)
+    if (x->device == TW_CUDA) {
+      TW_RETURN_IF_ERROR(check_softmax(*x, *y, lse));
+      return cuda::softmax(*x, *y, lse, stream);
+    }
+#endif
+    (void)stream;
     return softmax(*x, *y, lse, where.num_threads, where.executor);
   });
 }
@@ -386,9 +392,16 @@ tw_status tw_accumulator_probabilities(const tw_accumulator* accumulator, const 
   });
 }
 
-tw_status tw_merge_states(tw_tensor* o, tw_tensor* lse, const tw_tensor* o_other, const tw_tensor* lse_other) {
+tw_status tw_merge_states(tw_tensor* o, tw_tensor* lse, const tw_tensor* o_other, const tw_tensor* lse_other, void* stream) {
   return guarded([&]() -> Status {
     TW_RETURN_IF_ERROR(require(o, "o", lse, "lse", o_other, "o_other", lse_other, "lse_other"));
+#if defined(TILEWISE_HAVE_CUDA)
+    if (o->device == TW_CUDA) {
+      TW_RETURN_IF_ERROR(check_merge_states(*o, *lse, *o_other, *lse_other));
+      return cuda::merge_states(*o, *lse, *o_other, *lse_other, stream);
+    }
+#endif
+    (void)stream;
     return merge_states(*o, *lse, *o_other, *lse_other);
   });
 }

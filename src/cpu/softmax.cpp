@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "core/row_tensors.h"
 #include "core/softmax.h"
 #include "cpu/row_block.h"
 #include "cpu/thread_pool.h"
@@ -16,31 +17,9 @@ const RowFunctions& row_functions() {
   return functions;
 }
 
-std::string shape_text(const int64_t* shape, int ndim) {
-  std::string text = "[";
-  for (int n = 0; n < ndim; ++n) text += concat(n ? ", " : "", shape[n]);
-  return text + "]";
-}
-
-// A float tensor on the CPU, of the wanted shape; 0 dimensions wanted: any shape.
 Status check(const char* name, const tw_tensor& x, bool output, const int64_t* shape = nullptr, int ndim = 0,
              bool float32_only = false) {
-  if (x.device != TW_CPU) return invalid(name, ": device ", x.device, ", must be on the CPU (0)");
-  if (float32_only ? x.dtype != TW_FLOAT32 : !is_float(x.dtype))
-    return invalid(name, ": dtype ", dtype_name(x.dtype), ", must be ", float32_only ? "f32" : "f32, f16, bf16 or f64");
-  if (x.ndim < 1 || x.ndim > TW_MAX_DIMS) return invalid(name, ": ndim ", x.ndim, ", must be 1 to ", TW_MAX_DIMS);
-  bool any = true;  // elements
-  for (int n = 0; n < x.ndim; ++n) {
-    if (x.shape[n] < 0) return invalid(name, ": shape ", shape_text(x.shape, x.ndim), ", must not be negative");
-    any &= x.shape[n] != 0;
-  }
-  if (any && x.data == nullptr) return invalid(name, ": data is NULL, must point to ", shape_text(x.shape, x.ndim));
-  for (int n = 0; n < x.ndim; ++n)
-    if (any && output && x.shape[n] > 1 && x.stride[n] == 0)
-      return invalid(name, ": stride 0 in dimension ", n, " of ", x.shape[n], " elements, must not be 0 in an output");
-  if (shape != nullptr && (x.ndim != ndim || !std::equal(shape, shape + ndim, x.shape)))
-    return invalid(name, ": shape ", shape_text(x.shape, x.ndim), ", must be ", shape_text(shape, ndim));
-  return Status();
+  return check_row_tensor(name, x, {TW_CPU, 0, output, float32_only, shape, ndim});
 }
 
 // Element offset of row r, counted over all dimensions of `shape` (the strides may be those of another tensor).
@@ -85,14 +64,8 @@ float softmax_row(const tw_tensor& x, int64_t x_offset, const tw_tensor& y, int6
 
 Status softmax(const tw_tensor& x, tw_tensor& y, tw_tensor* lse, int num_threads, const tw_executor* executor) {
   TW_RETURN_IF_ERROR(check("x", x, false));
-  TW_RETURN_IF_ERROR(check("y", y, true, x.shape, x.ndim));
-  const int rows_ndim = x.ndim - 1;  // 0: one row, and lse has a single element
-  const int64_t one = 1;
-  if (lse) TW_RETURN_IF_ERROR(check("lse", *lse, true, rows_ndim ? x.shape : &one, rows_ndim ? rows_ndim : 1, true));
-  if (x.data == y.data && x.data != nullptr &&
-      (x.dtype != y.dtype || !std::equal(x.stride, x.stride + x.ndim, y.stride)))
-    return invalid("y: the same memory as x with another dtype or other strides, must have x's dtype ",
-                   dtype_name(x.dtype), " and strides to work in place");
+  TW_RETURN_IF_ERROR(check_softmax(x, y, lse));
+  const int rows_ndim = x.ndim - 1;
 
   int64_t num_rows = 1;
   for (int n = 0; n < rows_ndim; ++n) num_rows *= x.shape[n];
@@ -112,13 +85,9 @@ Status softmax(const tw_tensor& x, tw_tensor& y, tw_tensor* lse, int num_threads
 
 Status merge_states(tw_tensor& o, tw_tensor& lse, const tw_tensor& o_other, const tw_tensor& lse_other) {
   TW_RETURN_IF_ERROR(check("o", o, true));
-  if (o.ndim < 3) return invalid("o: ndim ", o.ndim, ", must be 4 [b, sq, hq, dv] or 3 [total, hq, dv]");
-  TW_RETURN_IF_ERROR(check("o_other", o_other, false, o.shape, o.ndim));
+  TW_RETURN_IF_ERROR(check_merge_states(o, lse, o_other, lse_other));
   const bool packed = o.ndim == 3;
   const int64_t batch = packed ? 1 : o.shape[0], rows = o.shape[o.ndim - 3], heads = o.shape[o.ndim - 2];
-  const int64_t lse_shape[3] = {batch, heads, rows};
-  TW_RETURN_IF_ERROR(check("lse", lse, true, lse_shape + packed, o.ndim - 1, true));
-  TW_RETURN_IF_ERROR(check("lse_other", lse_other, false, lse_shape + packed, o.ndim - 1, true));
 
   const auto offset = [&](const tw_tensor& x, int64_t b, int64_t i, int64_t h, bool is_lse) {
     const int64_t* stride = x.stride + !packed;

@@ -16,14 +16,14 @@ std::span<const KernelRow> cuda_kernels() {
       cuda::forward_sm90_row(),
 #endif
       {"forward_sm80", TW_BACKEND_CUDA, TW_FORWARD, "sm_80",
-       "f16 and bf16, head dims up to 256, every mask and option, dense, packed and paged, split keys",
+       "f16, bf16 and f32, head dims up to 256, every mask and option, dense, packed and paged, split keys",
        [] { return cuda::any_device_from(80); }, cuda::refuse_forward_sm80, cuda::plan_forward_sm80,
        cuda::run_forward_sm80},
 #if defined(TILEWISE_SM90)
       cuda::backward_sm90_row(),
 #endif
       {"backward_sm80", TW_BACKEND_CUDA, TW_BACKWARD, "sm_80",
-       "f16 and bf16, head dims up to 256, every mask and option, dense and packed, deterministic on request",
+       "f16, bf16 and f32, head dims up to 256, every mask and option, dense and packed, deterministic on request",
        [] { return cuda::any_device_from(80); }, cuda::refuse_backward_sm80, cuda::plan_backward_sm80,
        cuda::run_backward_sm80},
   };

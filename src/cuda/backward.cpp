@@ -1,6 +1,7 @@
 #include "cuda/backward.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "core/dtype.h"
@@ -35,7 +36,7 @@ constexpr BackwardKernels kBackwardKernels[] = {
 };
 
 const BackwardKernels* find_kernels(const tw_problem& p) {
-  const Element element = p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16;
+  const Element element = element_of(p.dtype);
   for (const BackwardKernels& kernels : kBackwardKernels)
     if (kernels.element == element && kernels.head_dim >= std::max(p.head_dim, p.head_dim_v)) return &kernels;
   return nullptr;
@@ -58,7 +59,6 @@ BackwardKind kind_for(const tw_problem& p) {  // the sink is in lse already
   return p.dropout_p > 0 ? BackwardKind::kDropout : BackwardKind::kPlain;
 }
 
-bool in_dim(const tw_problem& p, int dim, int64_t size) { return (p.bias_dims & dim) != 0 || size <= 1; }
 
 int64_t bias_size(const tw_problem& p) {
   return (p.bias_dims & TW_DIM_B ? p.batch : 1) * (p.bias_dims & TW_DIM_H ? p.num_heads_q : 1) *
@@ -67,10 +67,10 @@ int64_t bias_size(const tw_problem& p) {
 
 // The workspace, cut into arrays of 64-byte multiples.
 struct Workspace {
-  int64_t lse_log2, delta, dq_sum, ticket, turn, dalibi_parts, dbias_sum, total;
+  int64_t lse_log2, delta, dq_sum, ticket, turn, dalibi_parts, dbias_sum, dbias_flags, total;
 
   Workspace(const tw_problem& p, const BackwardConfig& config) {
-    const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
+    const int64_t key_blocks = std::max<int64_t>(ceil_div(p.seqlen_k, config.block_n()), 1);  // one without keys writes its zero, too
     const int64_t rows = p.num_heads_q * backward_padded_rows(p);
     total = 0;
     const auto take = [&](bool needed, int64_t elements) {
@@ -85,7 +85,8 @@ struct Workspace {
     turn = take(p.deterministic,
                 p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * config.num_warps);
     dalibi_parts = take(has(p, TW_HAS_DALIBI), p.batch * p.num_heads_q * key_blocks);
-    dbias_sum = take(has(p, TW_HAS_DBIAS), bias_size(p));
+    dbias_sum = take(has(p, TW_HAS_DBIAS), 2 * bias_size(p));
+    dbias_flags = take(has(p, TW_HAS_DBIAS), ceil_div(bias_size(p), 32) + 3);
   }
 };
 
@@ -97,6 +98,7 @@ int64_t backward_padded_rows(const tw_problem& p) {
 }
 
 BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
+  const bool float32 = p.dtype == TW_FLOAT32;
   BackwardParams params = {};
   params.sequence = sequence_params(p, t);
   params.score = score_params(p, t);
@@ -105,11 +107,11 @@ BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
   params.v = row_tensor(*t.v);
   params.o = row_tensor(*t.o);
   params.dout = row_tensor(*t.dout);
-  if (t.dq) params.dq = row_tensor(*t.dq), params.dq_is_float = t.dq->dtype == TW_FLOAT32;
+  if (t.dq) params.dq = row_tensor(*t.dq), params.dq_is_float = t.dq->dtype == TW_FLOAT32 && !float32;
   params.dq_aligned = t.dq && !params.dq_is_float && rows_aligned(*t.dq);
-  if (t.dk) params.dk = row_tensor(*t.dk), params.dk_is_float = t.dk->dtype == TW_FLOAT32;
-  if (t.dv) params.dv = row_tensor(*t.dv), params.dv_is_float = t.dv->dtype == TW_FLOAT32;
-  params.o_is_float = t.o->dtype == TW_FLOAT32;
+  if (t.dk) params.dk = row_tensor(*t.dk), params.dk_is_float = t.dk->dtype == TW_FLOAT32 && !float32;
+  if (t.dv) params.dv = row_tensor(*t.dv), params.dv_is_float = t.dv->dtype == TW_FLOAT32 && !float32;
+  params.o_is_float = t.o->dtype == TW_FLOAT32 && !float32;
   params.aligned = rows_aligned(*t.q) && rows_aligned(*t.k) && rows_aligned(*t.v) && rows_aligned(*t.dout);
   params.o_aligned = !params.o_is_float && rows_aligned(*t.o);
   params.head_dim = static_cast<int32_t>(p.head_dim);
@@ -121,13 +123,9 @@ BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
 }
 
 std::string refuse_backward_sm80(const tw_problem& p) {
-  if (std::string reason = refuse_common(p); !reason.empty()) return reason;
+  if (std::string reason = refuse_limits(p); !reason.empty()) return reason;
   if (p.k_layout == TW_PAGED) return "paged keys: no backward pass";
   if (has(p, TW_HAS_LEFTPAD_K) || has(p, TW_HAS_CACHE_BATCH_IDX)) return "leftpad_k and cache_batch_idx: no backward pass";
-  if (p.deterministic && has(p, TW_HAS_DBIAS) &&
-      !(in_dim(p, TW_DIM_B, p.batch) && in_dim(p, TW_DIM_H, p.num_heads_q) && in_dim(p, TW_DIM_Q, p.seqlen_q) &&
-        in_dim(p, TW_DIM_K, p.seqlen_k)))
-    return "deterministic dbias of a broadcast bias: the sums over its broadcast dimensions run in no fixed order";
   if (find_kernels(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
   return "";
 }
@@ -136,6 +134,10 @@ Status plan_backward_sm80(const tw_problem& p, const Target& target, Plan* plan)
   const BackwardKernels& kernels = *find_kernels(p);
   const BackwardKind kind = kind_for(p);
   const BackwardConfig& config = config_for(kernels, kind, target);
+  const int limit = device_facts(target.device_index).shared_bytes_per_block;
+  if (limit != 0 && config.shared_bytes() > limit)
+    return unsupported("backward_sm80: ", dtype_name(p.dtype), " with head dims ", p.head_dim, ", ", p.head_dim_v, " needs ",
+                       config.shared_bytes(), " bytes of shared memory a block, this GPU has ", limit);
   constexpr const char* kKindNames[] = {"plain", "dropout", "general"};
   plan->config = concat(kKindNames[static_cast<int>(kind)], ", tile ", config.block_m, "x", config.block_n(),
                         "x", config.head_dim, ", ", config.num_warps, " warps, ", config.shared_bytes(), " bytes shared",
@@ -189,27 +191,38 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
   if (t.dalibi) params.dalibi_parts = floats(layout.dalibi_parts);
   if (t.dbias) {
     const tw_tensor& bias = *t.dbias;
-    params.dbias_sum = floats(layout.dbias_sum);
+    DbiasSum& sum = params.dbias;
+    sum.sum = reinterpret_cast<int64_t*>(base + layout.dbias_sum);
+    sum.not_finite = reinterpret_cast<uint32_t*>(base + layout.dbias_flags);
+    sum.largest = sum.not_finite + ceil_div(bias_size(p), 32);
     const int64_t sizes[4] = {bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]};
-    params.dbias_key = sizes[3] == 1 ? 0 : 1;
-    params.dbias_row = sizes[2] == 1 ? 0 : sizes[3];
-    params.dbias_head = sizes[1] == 1 ? 0 : sizes[2] * sizes[3];
-    params.dbias_batch = sizes[0] == 1 ? 0 : sizes[1] * sizes[2] * sizes[3];
-    if (const int error = launch_fill(params.dbias_sum, 1, bias_size(p), 0, 1, 0.f, stream); error != 0)
+    sum.key = sizes[3] == 1 ? 0 : 1;
+    sum.row = sizes[2] == 1 ? 0 : sizes[3];
+    sum.head = sizes[1] == 1 ? 0 : sizes[2] * sizes[3];
+    sum.batch = sizes[0] == 1 ? 0 : sizes[1] * sizes[2] * sizes[3];
+    // Rows of queries that add to one element; over the keys of a row P sums to 1, so a row is one term.
+    const double bias_rows = static_cast<double>(bias_size(p)) / static_cast<double>(p.bias_dims & TW_DIM_K ? std::max<int64_t>(p.seqlen_k, 1) : 1);
+    const double rows = static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q;
+    sum.log2_terms = bias_rows > 0 ? std::ilogb(std::max(1.0, rows / bias_rows)) + 1 : 0;
+    sum.dropout_scale = params.score.dropout.scale;
+    const int64_t words = (layout.total - layout.dbias_sum) / 4;
+    if (const int error = launch_fill(floats(layout.dbias_sum), 1, words, 0, 1, 0.f, stream); error != 0)
       return device_error("dbias", error);
   }
-  const bool float16 = p.dtype == TW_FLOAT16;
+  const Element element = element_of(p.dtype);
   const bool has_queries = query_rows(p) > 0 && p.num_heads_q > 0;
   if (has_queries)
-    if (const int error = launch_backward_pre(params, float16, stream); error != 0)
+    if (const int error = launch_backward_pre(params, element, stream); error != 0)
       return device_error("backward_pre", error);
+  if (t.dbias && has_queries)
+    if (const int error = launch_largest_value(params, element, stream); error != 0) return device_error("largest value", error);
   const bool has_keys = key_rows(p) > 0 && p.num_heads_k > 0;
   const int64_t blocks = params.num_key_blocks * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
   if (has_keys || (t.dalibi && p.num_heads_q > 0))
     if (const int error = kernels.launch[static_cast<int>(kind)][shape_for(kernels, kind, plan.target)](params, blocks, stream); error != 0)
       return device_error("backward_sm80", error);
   if (t.dq && has_queries)
-    if (const int error = launch_backward_post(params, float16, stream); error != 0)
+    if (const int error = launch_backward_post(params, element, stream); error != 0)
       return device_error("backward_post", error);
   if (t.dsink)
     if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], stream); error != 0)
@@ -222,8 +235,7 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
       return device_error("dalibi", error);
   }
   if (t.dbias)
-    if (const int error = launch_convert(params.dbias_sum, t.dbias->data, t.dbias->dtype, t.dbias->shape, t.dbias->stride, stream);
-        error != 0)
+    if (const int error = launch_dbias(params, t.dbias->data, t.dbias->dtype, t.dbias->shape, t.dbias->stride, stream); error != 0)
       return device_error("dbias", error);
   return Status();
 }

@@ -1,6 +1,8 @@
 // After the main kernel: dq from its float32 sums; dbias and dalibi from theirs.
 #pragma once
+#include "cuda/backward_pre.cuh"
 #include "cuda/params.h"
+#include "cuda/tile/element.cuh"
 #include "cuda/tile/score.cuh"
 
 namespace tilewise::cuda {
@@ -32,23 +34,15 @@ __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __
   const int h = static_cast<int>(index % p.sequence.num_heads_q);
   const int b = static_cast<int>(index / p.sequence.num_heads_q);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto store = [&](int64_t at, float x, float y, bool pairs) {
-    if (p.dq_is_float) {
-      static_cast<float*>(p.dq.data)[at] = x;
-      static_cast<float*>(p.dq.data)[at + 1] = y;
-    } else if (pairs) {
-      *reinterpret_cast<uint32_t*>(static_cast<T*>(p.dq.data) + at) = ptx::pack<T>(x, y);
-    } else {
-      static_cast<T*>(p.dq.data)[at] = ptx::from_float<T>(x);
-      static_cast<T*>(p.dq.data)[at + 1] = ptx::from_float<T>(y);
-    }
+  const auto store = [&](int64_t row, int col, float x, float y, bool pairs) {
+    if (col < p.head_dim) store_columns<T>(p.dq.data, row + col, p.dq_is_float, pairs, col + 1 < p.head_dim, x, y);
   };
   const bool pairs = reinterpret_cast<uintptr_t>(p.dq.data) % 4 == 0 && ((p.dq.row | p.dq.batch | p.dq.head) & 1) == 0;
   if (b >= p.sequence.batch) {
     const int64_t stride = static_cast<int64_t>(row_blocks) * kPostWarps;
     for (int64_t row = p.sequence.cu_seqlens_q.at(p.sequence.batch) + static_cast<int64_t>(block) * kPostWarps + warp;
          row < p.sequence.total_q; row += stride)
-      for (int col = 2 * lane; col < p.head_dim; col += 64) store(row * p.dq.row + h * p.dq.head + col, 0.f, 0.f, pairs);
+      for (int col = 2 * lane; col < p.head_dim; col += 64) store(row * p.dq.row + h * p.dq.head, col, 0.f, 0.f, pairs);
     return;
   }
   const DeviceSequence s = resolve(p.sequence, b);
@@ -59,31 +53,33 @@ __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __
   const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
   const auto* sums = reinterpret_cast<const float4*>(p.dq_sum + padded * p.head_dim_rounded) + lane;
   const float factor = p.score.scale;
-  if (p.dq_aligned) {  // 32 columns at a time: quads exchange their pairs, so that a lane stores 16 bytes of a row
-    const int quad = lane & 3;
+  if constexpr (sizeof(T) == 2) {
+    if (p.dq_aligned) {  // 32 columns at a time: quads exchange their pairs, so that a lane stores 16 bytes of a row
+      const int quad = lane & 3;
 #pragma unroll 2
-    for (int n = 0; n < p.head_dim_rounded / 8; n += 4) {
-      uint32_t upper[4], lower[4];
+      for (int n = 0; n < p.head_dim_rounded / 8; n += 4) {
+        uint32_t upper[4], lower[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 x = __ldcs(sums + (n + i) * 32);
-        upper[i] = ptx::pack<T>(x.x * factor, x.y * factor);
-        lower[i] = ptx::pack<T>(x.z * factor, x.w * factor);
+        for (int i = 0; i < 4; ++i) {
+          const float4 x = __ldcs(sums + (n + i) * 32);
+          upper[i] = ptx::pack<T>(x.x * factor, x.y * factor);
+          lower[i] = ptx::pack<T>(x.z * factor, x.w * factor);
+        }
+        transpose_quad(upper, quad);
+        transpose_quad(lower, quad);
+        const int i = first + (lane >> 2), column = (n + quad) * 8;
+        if (column >= p.head_dim) continue;
+        T* const out = static_cast<T*>(p.dq.data) + base + column;
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        if (i < s.capacity_q)
+          *reinterpret_cast<uint4*>(out + i * p.dq.row) =
+              i < s.seqlen_q ? make_uint4(upper[0], upper[1], upper[2], upper[3]) : zero;
+        if (i + 8 < s.capacity_q)
+          *reinterpret_cast<uint4*>(out + (i + 8) * p.dq.row) =
+              i + 8 < s.seqlen_q ? make_uint4(lower[0], lower[1], lower[2], lower[3]) : zero;
       }
-      transpose_quad(upper, quad);
-      transpose_quad(lower, quad);
-      const int i = first + (lane >> 2), column = (n + quad) * 8;
-      if (column >= p.head_dim) continue;
-      T* const out = static_cast<T*>(p.dq.data) + base + column;
-      const uint4 zero = make_uint4(0, 0, 0, 0);
-      if (i < s.capacity_q)
-        *reinterpret_cast<uint4*>(out + i * p.dq.row) =
-            i < s.seqlen_q ? make_uint4(upper[0], upper[1], upper[2], upper[3]) : zero;
-      if (i + 8 < s.capacity_q)
-        *reinterpret_cast<uint4*>(out + (i + 8) * p.dq.row) =
-            i + 8 < s.seqlen_q ? make_uint4(lower[0], lower[1], lower[2], lower[3]) : zero;
+      return;
     }
-    return;
   }
   for (int n = 0; n * 8 < p.head_dim; ++n) {
     const float4 x = sums[n * 32];
@@ -91,31 +87,35 @@ __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __
       const int i = first + (lane >> 2) + 8 * half;
       if (i >= s.capacity_q) continue;
       const bool used = i < s.seqlen_q;
-      store(base + i * p.dq.row + n * 8 + 2 * (lane & 3), used ? (half ? x.z : x.x) * factor : 0.f,
+      store(base + i * p.dq.row, n * 8 + 2 * (lane & 3), used ? (half ? x.z : x.x) * factor : 0.f,
             used ? (half ? x.w : x.y) * factor : 0.f, pairs);
     }
   }
 }
 
-struct ConvertParams {  // a contiguous float32 [n0, n1, n2, n3] to a tensor of any float type and strides
-  const float* from;
-  void* to;
+struct DbiasParams {
+  BackwardParams backward;
+  void* dbias;
   int32_t dtype;
   int64_t shape[4], stride[4];
 };
 
+// From the integer sums to dbias, of any float type and strides.
 template <int kThreads = 256>
-__global__ void __launch_bounds__(kThreads) convert_kernel(const __grid_constant__ ConvertParams p) {
+__global__ void __launch_bounds__(kThreads) dbias_kernel(const __grid_constant__ DbiasParams p) {
+  const DbiasSum& from = p.backward.dbias;
+  const int exponent = dbias_exponent(from, p.backward.head_dim_v);
   const int64_t total = p.shape[0] * p.shape[1] * p.shape[2] * p.shape[3];
   for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < total;
        n += static_cast<int64_t>(gridDim.x) * kThreads) {
     int64_t rest = n, at = 0;
     for (int dim = 3; dim >= 0; --dim) at += rest % p.shape[dim] * p.stride[dim], rest /= p.shape[dim];
-    const float x = p.from[n];
+    const bool finite = (from.not_finite[n / 32] >> n % 32 & 1) == 0;
+    const float x = finite ? static_cast<float>(ldexp(static_cast<double>(from.sum[n]), -exponent)) : __int_as_float(0x7fffffff);
     switch (p.dtype) {
-      case TW_FLOAT32: static_cast<float*>(p.to)[at] = x; break;
-      case TW_FLOAT16: static_cast<ptx::float16*>(p.to)[at] = ptx::from_float<ptx::float16>(x); break;
-      default: static_cast<ptx::bfloat16*>(p.to)[at] = ptx::from_float<ptx::bfloat16>(x); break;
+      case TW_FLOAT32: static_cast<float*>(p.dbias)[at] = x; break;
+      case TW_FLOAT16: static_cast<ptx::float16*>(p.dbias)[at] = ptx::from_float<ptx::float16>(x); break;
+      default: static_cast<ptx::bfloat16*>(p.dbias)[at] = ptx::from_float<ptx::bfloat16>(x); break;
     }
   }
 }

@@ -8,21 +8,32 @@ namespace tilewise::cuda {
 inline constexpr int kPreThreads = 256;
 inline constexpr int kPreLanesPerRow = 8;
 
+// Products of two chunks of 16 bytes, summed.
+template <class T>
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+  const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.f;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if constexpr (sizeof(T) == 4) {
+      sum += __uint_as_float(x[n]) * __uint_as_float(y[n]);
+    } else {
+      const float2 u = ptx::unpack<T>(x[n]), w = ptx::unpack<T>(y[n]);
+      sum += u.x * w.x + u.y * w.y;
+    }
+  }
+  return sum;
+}
+
 // Sum over this lane's columns of dO * O.
 template <class T>
 __device__ __forceinline__ float partial_delta(const BackwardParams& p, const T* dout, int64_t o_offset, int lane) {
   float sum = 0.f;
   if (p.aligned && p.o_aligned) {
     const T* o = static_cast<const T*>(p.o.data) + o_offset;
-    for (int col = lane * 8; col < p.head_dim_v; col += kPreLanesPerRow * 8) {
-      const uint4 a = *reinterpret_cast<const uint4*>(dout + col), b = *reinterpret_cast<const uint4*>(o + col);
-      const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float2 u = ptx::unpack<T>(x[n]), w = ptx::unpack<T>(y[n]);
-        sum += u.x * w.x + u.y * w.y;
-      }
-    }
+    constexpr int kPerChunk = 16 / static_cast<int>(sizeof(T));
+    for (int col = lane * kPerChunk; col < p.head_dim_v; col += kPreLanesPerRow * kPerChunk)
+      sum += dot<T>(*reinterpret_cast<const uint4*>(dout + col), *reinterpret_cast<const uint4*>(o + col));
     return sum;
   }
   for (int col = lane; col < p.head_dim_v; col += kPreLanesPerRow) {
@@ -71,6 +82,51 @@ __device__ __forceinline__ uint4 bfloat16_parts(float x) {
   return make_uint4(ptx::pack<ptx::bfloat16>(high, middle), ptx::pack<ptx::bfloat16>(rest - middle, 0.f), 0, 0);
 }
 
+// The largest finite |x| that this warp's lanes hold goes into *largest.
+__device__ __forceinline__ void keep_largest(uint32_t* largest, float x) {
+  uint32_t bits = __float_as_uint(fabsf(x));
+  if (bits >= 0x7f800000u) bits = 0;
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x % 32 == 0 && bits > 0) atomicMax(largest, bits);
+}
+
+template <class T>
+__device__ __forceinline__ float largest_finite(const T* row, int columns, int lane, int lanes) {
+  float largest = 0.f;
+  for (int col = lane; col < columns; col += lanes) {
+    const float x = fabsf(ptx::to_float(row[col]));
+    if (x < -kMinusInf) largest = fmaxf(largest, x);
+  }
+  return largest;
+}
+
+// Terms of dbias are multiples of 2^-(the result).
+__device__ __forceinline__ int dbias_exponent(const DbiasSum& p, int head_dim_v) {
+  const float dout = __uint_as_float(p.largest[0]), delta = __uint_as_float(p.largest[1]), v = __uint_as_float(p.largest[2]);
+  const double bound = static_cast<double>(dout) * v * head_dim_v * p.dropout_scale + delta;
+  int exponent = 0;
+  frexp(bound * 1.01, &exponent);  // bound < 2^exponent; P may round to a little over 1
+  return min(max(61 - exponent - p.log2_terms, -126), 126);
+}
+
+// Grid: (row block of kRowPadding keys) x key head x batch. Only if dbias is asked for.
+template <class T>
+__global__ void __launch_bounds__(kPreThreads) largest_value_kernel(const __grid_constant__ BackwardParams p) {
+  const int blocks = (p.sequence.seqlen_k + kRowPadding - 1) / kRowPadding;
+  unsigned index = blockIdx.x;
+  const int block = static_cast<int>(index % blocks);
+  index /= blocks;
+  const int h = static_cast<int>(index % p.sequence.num_heads_k), b = static_cast<int>(index / p.sequence.num_heads_k);
+  const DeviceSequence s = resolve(p.sequence, b);
+  const T* v = key_rows<const T>(p.v, p.sequence, s, h);
+  float largest = 0.f;
+  for (int r = threadIdx.x / 32; r < kRowPadding; r += kPreThreads / 32) {
+    const int j = block * kRowPadding + r;
+    if (j < s.seqlen_k) largest = fmaxf(largest, largest_finite(v + j * p.v.row, p.head_dim_v, threadIdx.x % 32, 32));
+  }
+  keep_largest(p.dbias.largest + 2, largest);
+}
+
 // Grid: (row block of kRowPadding) x head x batch.
 template <class T>
 __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
@@ -95,11 +151,14 @@ __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_
   const int first_row = first + threadIdx.x / kPreLanesPerRow;
   const bool fast = p.aligned && p.o_aligned;
   const T* const o = static_cast<const T*>(p.o.data) + o_base;
-  if (fast && p.head_dim_v == 64) {
-    partial_deltas<T, 1>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas);
-  } else if (fast && p.head_dim_v == 128) {
-    partial_deltas<T, 2>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas);
-  } else {
+  bool done = false;
+  if constexpr (sizeof(T) == 2) {
+    if (fast && p.head_dim_v == 64)
+      partial_deltas<T, 1>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas), done = true;
+    else if (fast && p.head_dim_v == 128)
+      partial_deltas<T, 2>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas), done = true;
+  }
+  if (!done) {
 #pragma unroll
     for (int n = 0; n < kRowsPerLane; ++n) {
       const int i = first_row + n * kRowStep;
@@ -117,9 +176,13 @@ __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_
     float delta = deltas[n];
 #pragma unroll
     for (int mask = 1; mask < kPreLanesPerRow; mask *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, mask);
+    if (used && p.dlse) delta -= row_scalars(p.dlse, p.sequence, s, b, h)[i * p.dlse.row];
+    if (p.dbias.sum) {
+      keep_largest(p.dbias.largest, used ? largest_finite(dout + i * p.dout.row, p.head_dim_v, lane, kPreLanesPerRow) : 0.f);
+      keep_largest(p.dbias.largest + 1, delta);
+    }
     if (lane != 0) continue;
     const float lse = used ? row_scalars(p.lse, p.sequence, s, b, h)[i * p.lse.row] : kMinusInf;
-    if (used && p.dlse) delta -= row_scalars(p.dlse, p.sequence, s, b, h)[i * p.dlse.row];
     const bool empty = lse == kMinusInf;
     p.lse_log2[padded + r] = empty ? -kMinusInf : lse * kLog2E;
     p.delta[padded + r] = empty ? 0.f : delta;

@@ -10,13 +10,14 @@
 //
 // Keys are the rows, so that P^T and dS^T are A operands as they leave the accumulators.
 #pragma once
+#include "cuda/backward_pre.cuh"
 #include "cuda/config_sm80.h"
 #include "cuda/params.h"
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/key_block.cuh"
-#include "cuda/tile/mma_tile.cuh"
+#include "cuda/tile/operand.cuh"
 #include "cuda/tile/score.cuh"
 
 namespace tilewise::cuda {
@@ -33,21 +34,25 @@ struct BackwardKernel {
   static constexpr int kN = kBlockM / 8 / kSplit;        // n8 tiles of S^T: queries
   static constexpr int kD = C.head_dim / 8 / kSplit;     // n8 tiles of dK, dV: columns
   static constexpr int kSteps = C.head_dim / 16;
+  static constexpr bool kWide = sizeof(T) == 4;  // float32: long steps that need registers, so fewer of them at once
+  static constexpr int kUnroll = kWide ? 1 : kSteps;
   static constexpr int kQueryGroups = kBlockM / 16;      // of dQ: warps = query groups x column parts
   static constexpr int kQueryParts = C.num_warps / kQueryGroups;
   static constexpr int kDQ = C.head_dim / 8 / kQueryParts;  // n8 tiles of dQ per warp
+  static constexpr int kPartDQ = kWide && kDQ % 4 == 0 ? 4 : kDQ;  // of them at a time
   static_assert(kDQ % 2 == 0 && kN % 2 == 0 && kD % 2 == 0);
-  using KCopy = TileCopy<kBlockN, C.head_dim, C.num_threads()>;
-  using QCopy = TileCopy<kBlockM, C.head_dim, C.num_threads()>;
-  using Layout = TileLayout<C.head_dim>;
-  using PairLayout = TileLayout<kBlockM>;  // [key, query]
-  static constexpr int kTileQ = kBlockM * C.head_dim * 2, kTileK = kBlockN * C.head_dim * 2, kTilePair = kBlockN * kBlockM * 2;
+  using KCopy = TileCopy<T, kBlockN, C.head_dim, C.num_threads()>;
+  using QCopy = TileCopy<T, kBlockM, C.head_dim, C.num_threads()>;
+  static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));      // of a row of K, V, Q, dO
+  static constexpr int kPairBytes = kBlockM * static_cast<int>(sizeof(T));     // of a row of P^T, dS^T [key, query]
+  static constexpr int kTileQ = kBlockM * kBytes, kTileK = kBlockN * kBytes, kTilePair = kBlockN * kPairBytes;
 
   const BackwardParams& p;
   int b, head_k, key_block;
   DeviceSequence s;
   int warp, lane;
   int group, first_tile, num_tiles;  // query heads per key head; tiles of queries that see the block
+  float dbias_unit;                  // 2^exponent, see DbiasSum
 
   __device__ __forceinline__ int key_row(int m, int half) const {  // in the block
     return (warp / kSplit * kM + m) * 16 + half * 8 + (lane >> 2);
@@ -87,25 +92,36 @@ struct BackwardKernel {
           if (key_marks[key_row(m, e >> 1)] | query_marks[query_column(n) + (e & 1)]) x[m][n][e] = __int_as_float(0x7fffffff);
   }
 
-  // The decisions for this thread's keys and queries i and i + 1 (i even), and the 16 rows around them. Draws are laid out
-  // for rows of queries: of the two that the thread needs, it makes the one of its own parity of key, and the lane of the
+  // The draws for this thread's keys and queries i and i + 1 (i even), and the 16 rows around them. They are laid out for
+  // rows of queries: of the two that the thread needs, it makes the one of its own parity of key, and the lane of the
   // neighbouring key has made the other.
-  __device__ __forceinline__ void draw_keep(uint32_t (&keep)[2], const Dropout& dropout, int i, int head) const {
+  __device__ __forceinline__ void make_draws(Philox4 (&draws)[2], const Dropout& dropout, int i, int head) const {
     static_assert(kM <= 2);  // one block of 32 columns
-    if (!dropout.active()) return;  // p below 2^-17: the threshold does not fit the comparison, and keeps all
     const int parity = lane >> 2 & 1;
-    const Philox4 draw = dropout.draw(static_cast<int64_t>(b) * p.sequence.num_heads_q + head, i >> 4, (i & 7) + parity,
-                                      (key_block * kBlockN + key_row(0, 0)) >> 5, lane >> 3);
-    const uint32_t own = keep_bits(draw, dropout.threshold << 16);
-    const uint32_t other = __shfl_xor_sync(0xffffffffu, own, 4);
-    // Bits of the other parity are never asked for: move this thread's to the even places.
-    keep[0] = (parity ? other : own) >> parity;
-    keep[1] = (parity ? own : other) >> parity;
+    const Philox4 own = dropout.draw(static_cast<int64_t>(b) * p.sequence.num_heads_q + head, i >> 4, (i & 7) + parity,
+                                     (key_block * kBlockN + key_row(0, 0)) >> 5, lane >> 3);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, own.word[n], 4);
+      draws[0].word[n] = parity ? other : own.word[n];
+      draws[1].word[n] = parity ? own.word[n] : other;
+    }
+    if (!parity) return;
+    // Odd keys are the odd elements of a draw: move their windows to the even ones. Element 15's second byte is byte 0.
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t first = draws[c].word[0];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) draws[c].word[n] = __funnelshift_r(draws[c].word[n], n == 3 ? first : draws[c].word[n + 1], 8);
+    }
   }
-  // Place of (query tile n, key group m, half) in a draw, its key's parity removed: Dropout::element.
-  __device__ __forceinline__ int keep_index(int n, int m, int half) const {
-    const int group = kM == 2 ? 2 * m + half : (warp / kSplit % 2) * 2 + half;
-    return group * 4 + (n & 1) * 2;
+  // Place of (query tile n, key group m, half) in a draw, its key's parity removed: Dropout::element. kM == 1: the warp has one
+  // of the two groups of 16 keys in a block of 32; swap_halves() has put it first.
+  __device__ __forceinline__ static constexpr int keep_index(int n, int m, int half) { return (2 * m + half) * 4 + (n & 1) * 2; }
+  __device__ __forceinline__ void swap_halves(Philox4 (&draws)[2]) const {
+    if (kM == 2 || (key_block * (kBlockN / 16) + warp / kSplit) % 2 == 0) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) draws[c].word[0] = draws[c].word[2], draws[c].word[1] = draws[c].word[3];
   }
 
   // x: S^T becomes P^T (dropped and scaled, as dV wants it); dp: dP^T becomes dS^T, the gradient of scale * (q . k).
@@ -123,21 +139,22 @@ struct BackwardKernel {
           queries[m][half].end -= i0 + query_column(0);
         }
     }
-    uint32_t keep[2] = {0xffff, 0xffff};
+    Philox4 draws[2];
+    const float limit = keep_limit(dropout);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
       const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
-      if (kDrops && n % 2 == 0) draw_keep(keep, dropout, i0 + query_column(n), head);
+      if (kDrops && n % 2 == 0) make_draws(draws, dropout, i0 + query_column(n), head), swap_halves(draws);
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           x[m][n][e] = ptx::exp2_approx(fmaf(x[m][n][e], c, e & 1 ? -lse.y : -lse.x));
           if constexpr (kDrops) {  // dV is scaled by 1 / (1 - p) at the end
-            const bool kept = keep[e & 1] >> keep_index(n, m, e >> 1) & 1;
-            dp[m][n][e] = x[m][n][e] * fmaf(kept ? dp[m][n][e] : 0.f, dropout.scale, e & 1 ? -delta.y : -delta.x);
-            x[m][n][e] = kept ? x[m][n][e] : 0.f;
+            const float kept = keep_factor(draws[e & 1], keep_index(n, m, e >> 1), limit);
+            dp[m][n][e] = x[m][n][e] * fmaf(dp[m][n][e], kept * dropout.scale, e & 1 ? -delta.y : -delta.x);
+            x[m][n][e] *= kept;
           } else {
             dp[m][n][e] = x[m][n][e] * (dp[m][n][e] - (e & 1 ? delta.y : delta.x));
           }
@@ -147,6 +164,14 @@ struct BackwardKernel {
     }
   }
 
+  __device__ __forceinline__ void add_dbias(int64_t at, float term) const {
+    if (isfinite(term))
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.dbias.sum) + at,
+                static_cast<unsigned long long>(__float2ll_rn(term * dbias_unit)));
+    else
+      atomicOr(p.dbias.not_finite + at / 32, 1u << at % 32);
+  }
+
   // The same with every option. Returns this thread's part of dalibi.
   __device__ __forceinline__ float pointwise_general(float (&x)[kM][kN][4], float (&dp)[kM][kN][4], uint32_t s_lse, int i0,
                                                      int head, const Dropout& dropout) const {
@@ -154,7 +179,7 @@ struct BackwardKernel {
     const bool drops = dropout.active();
     const float slope = score.alibi ? score.alibi[b * score.alibi_batch + head * score.alibi_head] : 0.f;
     const int64_t bias_base = b * score.bias_batch + head * score.bias_head;
-    const int64_t dbias_base = b * p.dbias_batch + head * p.dbias_head;
+    const int64_t dbias_base = b * p.dbias.batch + head * p.dbias.head;
     const float inverse_cap = score.softcap > 0 ? 1.f / score.softcap : 0.f;
     const int j0 = key_block * kBlockN;
     float dalibi = 0.f;
@@ -164,12 +189,13 @@ struct BackwardKernel {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         queries[m][half] = visible_queries(score, j0 + key_row(m, half), s.seqlen_q, s.seqlen_k);
-    uint32_t keep[2] = {0xffff, 0xffff};
+    Philox4 draws[2];
+    const float limit = keep_limit(dropout);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
       const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
-      if (drops && n % 2 == 0) draw_keep(keep, dropout, i0 + query_column(n), head);
+      if (drops && n % 2 == 0) make_draws(draws, dropout, i0 + query_column(n), head), swap_halves(draws);
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -179,7 +205,7 @@ struct BackwardKernel {
           bool sees = i >= queries[m][half].begin && i < queries[m][half].end;
           float logit = x[m][n][e] * score.scale, derivative = 1.f;
           if (score.softcap > 0) {
-            const float tangent = tanh_of(logit * inverse_cap);
+            const float tangent = tanh_of<T>(logit * inverse_cap);
             logit = score.softcap * tangent;
             derivative = 1.f - tangent * tangent;
           }
@@ -191,10 +217,9 @@ struct BackwardKernel {
             logit += bias;
           }
           const float probability = ptx::exp2_approx(fmaf(logit, kLog2E, column ? -lse.y : -lse.x));
-          const float factor = !drops ? 1.f : keep[column] >> keep_index(n, m, half) & 1 ? dropout.scale : 0.f;
+          const float factor = !drops ? 1.f : dropout.scale * keep_factor(draws[column], keep_index(n, m, half), limit);
           const float gradient = sees ? probability * (dp[m][n][e] * factor - (column ? delta.y : delta.x)) : 0.f;
-          if (p.dbias_sum && sees)
-            atomicAdd(p.dbias_sum + dbias_base + i * p.dbias_row + j * p.dbias_key, gradient);
+          if (p.dbias.sum && sees) add_dbias(dbias_base + i * p.dbias.row + j * p.dbias.key, gradient);
           if (p.dalibi_parts) dalibi -= gradient * distance;
           x[m][n][e] = sees ? probability * factor : 0.f;
           dp[m][n][e] = sees ? gradient * derivative : 0.f;
@@ -203,29 +228,21 @@ struct BackwardKernel {
     return dalibi;
   }
 
-  __device__ __forceinline__ static void pack_fragments(uint32_t (&a)[kM][4], const float (&x)[kM][kN][4], int step) {
+  // Columns [16 step, 16 step + 16) of this warp's part of P^T or dS^T.
+  __device__ __forceinline__ void store_pairs(uint32_t tile, const float (&x)[kM][kN][4], int step) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter)
-        a[m][quarter] = ptx::pack<T>(x[m][2 * step + quarter / 2][quarter % 2 * 2],
-                                     x[m][2 * step + quarter / 2][quarter % 2 * 2 + 1]);
-  }
-
-  __device__ __forceinline__ void store_fragments(uint32_t tile, const uint32_t (&a)[kM][4], int step) const {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter)
-        ptx::store_shared(tile + PairLayout::pair_offset(key_row(m, quarter % 2), query_column(2 * step + quarter / 2)),
-                          a[m][quarter]);
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const int n = 2 * step + quarter / 2, half = quarter % 2;
+        store_pair<T, kPairBytes>(tile, key_row(m, half), query_column(n), x[m][n][2 * half], x[m][n][2 * half + 1]);
+      }
   }
 
   // Passes the turn on, once this warp's sums have arrived. Called an iteration later, when that costs no waiting.
   __device__ __forceinline__ void pass_turn(int*& turn) const {
     if (turn == nullptr) return;
-    __threadfence();
-    __syncwarp();
+    __syncwarp();  // orders the other lanes' sums before the release, which is a fence already
     if (lane == 0) ptx::add_release(turn, 1);
     turn = nullptr;
   }
@@ -233,41 +250,43 @@ struct BackwardKernel {
   // dQ of this tile of queries, added to the float32 sum. Returns the turn to pass on, if sums are ordered.
   __device__ __forceinline__ int* add_dq(uint32_t s_ds, uint32_t s_k, int head, int tile) const {
     const int query_group = warp % kQueryGroups, part = warp / kQueryGroups;
-    const auto lane_ds = lane_address_at<kBlockM>(s_ds, lane);
-    const auto lane_k = lane_address_bt<C.head_dim>(s_k, lane);
-    float dq[1][kDQ][4];
-#pragma unroll
-    for (int n = 0; n < kDQ; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dq[0][n][e] = 0.f;
-#pragma unroll
-    for (int step = 0; step < kBlockN / 16; ++step) {
-      uint32_t a[1][4];
-      ptx::ldmatrix_x4_trans(a[0], lane_ds.at(step, query_group));
-#pragma unroll
-      for (int n = 0; n < kDQ; n += 2) {
-        uint32_t fragment[4];
-        ptx::ldmatrix_x4_trans(fragment, lane_k.at(step, part * (kDQ / 2) + n / 2));
-        ptx::mma_m16n8k16<T>(dq[0][n], a[0], fragment[0], fragment[1]);
-        ptx::mma_m16n8k16<T>(dq[0][n + 1], a[0], fragment[2], fragment[3]);
-      }
-    }
-    int* turn = nullptr;
-    if (p.deterministic) {  // wait until the key blocks before this one have added theirs; each warp has its own turns
-      turn = p.turn + ((static_cast<int64_t>(head) * p.sequence.batch + b) * p.num_query_blocks + tile) * C.num_warps + warp;
-      if (lane == 0) {
-        int first_block = 0;  // that sees this tile
-        if (p.score.window_left >= 0)
-          first_block = max(0, tile * kBlockM + s.seqlen_k - s.seqlen_q - p.score.window_left) / kBlockN;
-        while (ptx::load_acquire(turn) != key_block - first_block) {
-        }
-      }
-      __syncwarp();
-    }
+    const auto lane_ds = lane_address_at<T, kPairBytes>(s_ds, lane);
+    const auto lane_k = lane_address_bt<T, kBytes>(s_k, lane);
     const int64_t padded = head * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + tile * kBlockM;
     float* out = p.dq_sum + (padded + query_group * 16) * C.head_dim + (part * kDQ * 32 + lane) * 4;
+    int* turn = nullptr;
+    int seen = 0, wanted = 0;
+    if (p.deterministic) {  // each warp has its own turns; asked for here, the answer is there after the products
+      turn = p.turn + ((static_cast<int64_t>(head) * p.sequence.batch + b) * p.num_query_blocks + tile) * C.num_warps + warp;
+      int first_block = 0;  // that sees this tile
+      if (p.score.window_left >= 0)
+        first_block = max(0, tile * kBlockM + s.seqlen_k - s.seqlen_q - p.score.window_left) / kBlockN;
+      wanted = key_block - first_block;
+      if (lane == 0) seen = ptx::load_relaxed(turn);
+    }
+#pragma unroll 1
+    for (int first = 0; first < kDQ; first += kPartDQ, out += kPartDQ * 128) {
+      float dq[1][kPartDQ][4];
 #pragma unroll
-    for (int n = 0; n < kDQ; ++n) ptx::add_global(out + n * 128, dq[0][n][0], dq[0][n][1], dq[0][n][2], dq[0][n][3]);
+      for (int n = 0; n < kPartDQ; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dq[0][n][e] = 0.f;
+#pragma unroll kWide ? 1 : kBlockN / 16
+      for (int step = 0; step < kBlockN / 16; ++step) {
+        OperandA<T> a[1];
+        load_at<T>(a[0], lane_ds, step, query_group);
+        multiply_bt<T>(dq, a, lane_k, step, (part * kDQ + first) * 8);
+      }
+      if (p.deterministic && first == 0) {
+        // Until the key blocks before this one have added theirs. No value is read that they wrote, only added to in the
+        // second-level cache, so a relaxed load that finds the turn is enough; whoever has to wait acquires.
+        if (lane == 0)
+          while (seen != wanted) seen = ptx::load_acquire(turn);
+        __syncwarp();
+      }
+#pragma unroll
+      for (int n = 0; n < kPartDQ; ++n) ptx::add_global(out + n * 128, dq[0][n][0], dq[0][n][1], dq[0][n][2], dq[0][n][3]);
+    }
     return turn;
   }
 
@@ -288,16 +307,7 @@ struct BackwardKernel {
           const int col = (warp % kSplit * kD + n) * 8 + 2 * (lane & 3);
           if (col >= cols) continue;
           const float first = used ? d[m][n][2 * half] * factor : 0.f, second = used ? d[m][n][2 * half + 1] * factor : 0.f;
-          const int64_t at = base + j * x.row + col;
-          if (is_float) {
-            static_cast<float*>(x.data)[at] = first;
-            static_cast<float*>(x.data)[at + 1] = second;
-          } else if (pairs) {
-            *reinterpret_cast<uint32_t*>(static_cast<T*>(x.data) + at) = ptx::pack<T>(first, second);
-          } else {
-            static_cast<T*>(x.data)[at] = ptx::from_float<T>(first);
-            static_cast<T*>(x.data)[at + 1] = ptx::from_float<T>(second);
-          }
+          store_columns<T>(x.data, base + j * x.row + col, is_float, pairs, col + 1 < cols, first, second);
         }
       }
   }
@@ -340,8 +350,8 @@ struct BackwardKernel {
       ptx::cp_async_commit();
 
       const uint32_t warp_keys = warp / kSplit * kM * 16;
-      const auto lane_k = lane_address_a<C.head_dim>(s_k + warp_keys * Layout::kRowBytes, lane);
-      const auto lane_v = lane_address_a<C.head_dim>(s_v + warp_keys * Layout::kRowBytes, lane);
+      const auto lane_k = lane_address_a<T, kBytes>(s_k + warp_keys * kBytes, lane);
+      const auto lane_v = lane_address_a<T, kBytes>(s_v + warp_keys * kBytes, lane);
       // Queries of [full_begin, full_end) see every key of the block.
       const Range of_last = visible_queries(p.score, min(j0 + kBlockN, s.seqlen_k) - 1, s.seqlen_q, s.seqlen_k);
       const Range of_first = visible_queries(p.score, j0, s.seqlen_q, s.seqlen_k);
@@ -364,11 +374,11 @@ struct BackwardKernel {
         // The tile is here, and every warp is done with the last one and its dS.
         bool bad_queries = false;
         if (n == 0) {
-          bad_keys = __syncthreads_or(KCopy::template remove_nonfinite<T>(s_k, key_marks));
+          bad_keys = __syncthreads_or(KCopy::remove_nonfinite(s_k, key_marks));
         }
         if (masked) {
-          bool found = QCopy::template remove_nonfinite<T>(q_tile, query_marks);
-          found |= QCopy::template remove_nonfinite<T>(do_tile, query_marks);
+          bool found = QCopy::remove_nonfinite(q_tile, query_marks);
+          found |= QCopy::remove_nonfinite(do_tile, query_marks);
           bad_queries = __syncthreads_or(found);
         } else {
           __syncthreads();
@@ -386,21 +396,21 @@ struct BackwardKernel {
           for (int i = 0; i < kN; ++i)
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[m][i][e] = dp[m][i][e] = 0.f;
-        const auto lane_q = lane_address_b<C.head_dim>(q_tile + part_rows * Layout::kRowBytes, lane);
-        const auto lane_do = lane_address_b<C.head_dim>(do_tile + part_rows * Layout::kRowBytes, lane);
-#pragma unroll
+        const auto lane_q = lane_address_b<T, kBytes>(q_tile + part_rows * kBytes, lane);
+        const auto lane_do = lane_address_b<T, kBytes>(do_tile + part_rows * kBytes, lane);
+#pragma unroll kUnroll
         for (int step = 0; step < kSteps; ++step) {
-          uint32_t a[kM][4];
+          OperandA<T> a[kM];
 #pragma unroll
-          for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(a[m], lane_k.at(m, step));
-          mma_step_b<T, kM, kN>(x, a, lane_q, step);
+          for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_k, m * 16, step);
+          multiply_b<T>(x, a, lane_q, step);
         }
-#pragma unroll
+#pragma unroll kUnroll
         for (int step = 0; step < kSteps; ++step) {
-          uint32_t a[kM][4];
+          OperandA<T> a[kM];
 #pragma unroll
-          for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(a[m], lane_v.at(m, step));
-          mma_step_b<T, kM, kN>(dp, a, lane_do, step);
+          for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_v, m * 16, step);
+          multiply_b<T>(dp, a, lane_do, step);
         }
 
         pass_turn(turn);
@@ -414,58 +424,51 @@ struct BackwardKernel {
             pointwise(x, dp, lse_tile, false, i0, head, dropout);
         }
 
-        const auto lane_do_t = lane_address_bt<C.head_dim>(do_tile, lane);
-        const auto lane_q_t = lane_address_bt<C.head_dim>(q_tile, lane);
+        const auto lane_do_t = lane_address_bt<T, kBytes>(do_tile, lane);
+        const auto lane_q_t = lane_address_bt<T, kBytes>(q_tile, lane);
         if constexpr (kSplit == 1) {
 #pragma unroll
           for (int step = 0; step < kN / 2; ++step) {
-            uint32_t a[kM][4];
-            pack_fragments(a, x, step);
-            mma_step_bt<T, kM, kD>(dv, a, lane_do_t, step);
+            OperandA<T> a[kM];
+            operand_of<T>(a, x, step);
+            multiply_bt<T>(dv, a, lane_do_t, step);
           }
 #pragma unroll
           for (int step = 0; step < kN / 2; ++step) {
-            uint32_t a[kM][4];
-            pack_fragments(a, dp, step);
-            store_fragments(s_ds, a, step);
-            mma_step_bt<T, kM, kD>(dk, a, lane_q_t, step);
+            OperandA<T> a[kM];
+            store_pairs(s_ds, dp, step);
+            operand_of<T>(a, dp, step);
+            multiply_bt<T>(dk, a, lane_q_t, step);
           }
           __syncthreads();  // dS is complete
         } else {
 #pragma unroll
           for (int step = 0; step < kN / 2; ++step) {
-            uint32_t a[kM][4];
-            pack_fragments(a, x, step);
-            store_fragments(s_p, a, step);
-            pack_fragments(a, dp, step);
-            store_fragments(s_ds, a, step);
+            store_pairs(s_p, x, step);
+            store_pairs(s_ds, dp, step);
           }
           __syncthreads();  // P and dS are complete
-          const auto lane_p = lane_address_a<kBlockM>(s_p + warp_keys * PairLayout::kRowBytes, lane);
-          const auto lane_ds = lane_address_a<kBlockM>(s_ds + warp_keys * PairLayout::kRowBytes, lane);
-          const int column = warp % kSplit * (kD / 2);
-#pragma unroll
+          const auto lane_p = lane_address_a<T, kPairBytes>(s_p + warp_keys * kPairBytes, lane);
+          const auto lane_ds = lane_address_a<T, kPairBytes>(s_ds + warp_keys * kPairBytes, lane);
+          const int column = warp % kSplit * kD * 8;
+#pragma unroll kWide ? 1 : kBlockM / 16
           for (int step = 0; step < kBlockM / 16; ++step) {
-            uint32_t a_p[kM][4], a_ds[kM][4];
+            OperandA<T> a_p[kM], a_ds[kM];
 #pragma unroll
-            for (int m = 0; m < kM; ++m) {
-              ptx::ldmatrix_x4(a_p[m], lane_p.at(m, step));
-              ptx::ldmatrix_x4(a_ds[m], lane_ds.at(m, step));
-            }
+            for (int m = 0; m < kM; ++m) load_a<T>(a_p[m], lane_p, m * 16, step);
+            if constexpr (kWide) multiply_bt<T>(dv, a_p, lane_do_t, step, column);
 #pragma unroll
-            for (int d = 0; d < kD; d += 2) {
-              uint32_t fragment[4];
-              ptx::ldmatrix_x4_trans(fragment, lane_do_t.at(step, column + d / 2));
+            for (int m = 0; m < kM; ++m) load_a<T>(a_ds[m], lane_ds, m * 16, step);
+            if constexpr (kWide) {
+              multiply_bt<T>(dk, a_ds, lane_q_t, step, column);
+            } else {
 #pragma unroll
-              for (int m = 0; m < kM; ++m) {
-                ptx::mma_m16n8k16<T>(dv[m][d], a_p[m], fragment[0], fragment[1]);
-                ptx::mma_m16n8k16<T>(dv[m][d + 1], a_p[m], fragment[2], fragment[3]);
-              }
-              ptx::ldmatrix_x4_trans(fragment, lane_q_t.at(step, column + d / 2));
-#pragma unroll
-              for (int m = 0; m < kM; ++m) {
-                ptx::mma_m16n8k16<T>(dk[m][d], a_ds[m], fragment[0], fragment[1]);
-                ptx::mma_m16n8k16<T>(dk[m][d + 1], a_ds[m], fragment[2], fragment[3]);
+              for (int d = 0; d < kD; d += 2) {
+                OperandB<T> b[2];
+                load_bt<T>(b, lane_do_t, step, column + d * 8);
+                multiply<T>(dv, d, a_p, b);
+                load_bt<T>(b, lane_q_t, step, column + d * 8);
+                multiply<T>(dk, d, a_ds, b);
               }
             }
           }
@@ -511,8 +514,7 @@ struct BackwardKernel {
 // Grid: key block inside key head inside batch entry (one more when keys are packed); with causal masks the blocks with
 // the most queries come first.
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
-__global__ void __launch_bounds__(backward_config(kElement, kKind, kHeadDim, kSmall).num_threads(),
-                                  backward_config(kElement, kKind, kHeadDim, kSmall).min_blocks)
+__global__ void __launch_bounds__(backward_config(kElement, kKind, kHeadDim, kSmall).num_threads(), 1)
     backward_sm80_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr BackwardConfig C = backward_config(kElement, kKind, kHeadDim, kSmall);
@@ -542,6 +544,7 @@ __global__ void __launch_bounds__(backward_config(kElement, kKind, kHeadDim, kSm
   kernel.warp = threadIdx.x / 32;
   kernel.lane = threadIdx.x % 32;
   kernel.group = p.sequence.num_heads_q / p.sequence.num_heads_k;
+  kernel.dbias_unit = Kernel::kGeneral && p.dbias.sum ? ldexpf(1.f, dbias_exponent(p.dbias, p.head_dim_v)) : 0.f;
   const int j0 = key_block * Kernel::kBlockN;
   if (j0 < kernel.s.capacity_k || (Kernel::kGeneral && p.dalibi_parts)) {
     kernel.first_tile = kernel.num_tiles = 0;

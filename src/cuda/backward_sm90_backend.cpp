@@ -145,11 +145,11 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   }
   if (masks(p)) backward.nonfinite = reinterpret_cast<int32_t*>(base + plan.workspace_bytes - 128);
 
-  const bool float16 = p.dtype == TW_FLOAT16;
-  if (const int error = launch_backward_pre(backward, float16, stream); error != 0) return device_error("backward_pre", error);
+  const Element element = element_of(p.dtype);
+  if (const int error = launch_backward_pre(backward, element, stream); error != 0) return device_error("backward_pre", error);
   if (const int error = kernel.launch(params, plan.num_tasks, stream); error != 0) return device_error("backward_sm90", error);
   if (t.dq)
-    if (const int error = launch_backward_post(backward, float16, stream); error != 0)
+    if (const int error = launch_backward_post(backward, element, stream); error != 0)
       return device_error("backward_post", error);
   if (t.dsink)
     if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], stream); error != 0)

@@ -12,18 +12,24 @@ int64_t row_blocks(const BackwardParams& p) { return (p.sequence.seqlen_q + kRow
 
 }  // namespace
 
-int launch_backward_pre(const BackwardParams& p, bool float16, void* stream) {
+int launch_backward_pre(const BackwardParams& p, Element element, void* stream) {
   const int64_t blocks = row_blocks(p) * p.sequence.num_heads_q * p.sequence.batch;
   const auto s = static_cast<cudaStream_t>(stream);
-  return float16 ? launch<backward_pre_kernel<ptx::float16>>(p, blocks, kPreThreads, 0, s)
-                 : launch<backward_pre_kernel<ptx::bfloat16>>(p, blocks, kPreThreads, 0, s);
+  switch (element) {
+    case Element::kFloat16: return launch<backward_pre_kernel<ptx::float16>>(p, blocks, kPreThreads, 0, s);
+    case Element::kBfloat16: return launch<backward_pre_kernel<ptx::bfloat16>>(p, blocks, kPreThreads, 0, s);
+    default: return launch<backward_pre_kernel<float>>(p, blocks, kPreThreads, 0, s);
+  }
 }
 
-int launch_backward_post(const BackwardParams& p, bool float16, void* stream) {
+int launch_backward_post(const BackwardParams& p, Element element, void* stream) {
   const int64_t blocks = std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
   const auto s = static_cast<cudaStream_t>(stream);
-  return float16 ? launch<backward_post_kernel<ptx::float16>>(p, blocks, kPostWarps * 32, 0, s)
-                 : launch<backward_post_kernel<ptx::bfloat16>>(p, blocks, kPostWarps * 32, 0, s);
+  switch (element) {
+    case Element::kFloat16: return launch<backward_post_kernel<ptx::float16>>(p, blocks, kPostWarps * 32, 0, s);
+    case Element::kBfloat16: return launch<backward_post_kernel<ptx::bfloat16>>(p, blocks, kPostWarps * 32, 0, s);
+    default: return launch<backward_post_kernel<float>>(p, blocks, kPostWarps * 32, 0, s);
+  }
 }
 
 int launch_dsink(const BackwardParams& p, float* dsink, int64_t stride, void* stream) {
@@ -39,13 +45,22 @@ int launch_dalibi(const BackwardParams& p, float* dalibi, int64_t stride_batch, 
   return launch<dalibi_kernel<128>>(params, (slopes + 127) / 128, 128, 0, static_cast<cudaStream_t>(stream));
 }
 
-int launch_convert(const float* from, void* to, int32_t dtype, const int64_t (&shape)[4], const int64_t (&stride)[4],
-                   void* stream) {
-  ConvertParams p{from, to, dtype, {}, {}};
+int launch_largest_value(const BackwardParams& p, Element element, void* stream) {
+  const int64_t blocks = (p.sequence.seqlen_k + kRowPadding - 1) / kRowPadding * int64_t{p.sequence.num_heads_k} * p.sequence.batch;
+  const auto s = static_cast<cudaStream_t>(stream);
+  switch (element) {
+    case Element::kFloat16: return launch<largest_value_kernel<ptx::float16>>(p, blocks, kPreThreads, 0, s);
+    case Element::kBfloat16: return launch<largest_value_kernel<ptx::bfloat16>>(p, blocks, kPreThreads, 0, s);
+    default: return launch<largest_value_kernel<float>>(p, blocks, kPreThreads, 0, s);
+  }
+}
+
+int launch_dbias(const BackwardParams& params, void* dbias, int32_t dtype, const int64_t (&shape)[4], const int64_t (&stride)[4],
+                 void* stream) {
+  DbiasParams p{params, dbias, dtype, {}, {}};
   int64_t total = 1;
   for (int n = 0; n < 4; ++n) p.shape[n] = shape[n], p.stride[n] = stride[n], total *= shape[n];
-  return launch<convert_kernel<256>>(p, std::min<int64_t>((total + 255) / 256, 65536), 256, 0,
-                                     static_cast<cudaStream_t>(stream));
+  return launch<dbias_kernel<256>>(p, std::min<int64_t>((total + 255) / 256, 65536), 256, 0, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace tilewise::cuda

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
     for (int split = 0; split < p.num_splits; ++split) {
       const float part_lse = p.split_lse[split * part + item];
       if (part_lse == kMinusInf) continue;
-      value += expf(part_lse - maximum) * p.split_o[(split * part + item) * p.head_dim_v + col];
+      value += expf(part_lse - maximum) * p.split_o[(split * part + item) * p.split_columns + col];
     }
     if (sum != 0.f) value *= shrink / sum;
     if (p.o_is_float)

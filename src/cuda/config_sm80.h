@@ -6,7 +6,9 @@
 
 namespace tilewise::cuda {
 
-enum class Element : int { kFloat16, kBfloat16 };
+enum class Element : int { kFloat16, kBfloat16, kFloat32 };
+
+TW_HOST_DEVICE constexpr int element_bytes(Element element) { return element == Element::kFloat32 ? 4 : 2; }
 
 // What a block gets on sm_86, sm_89 and sm_120. sm_80 gives 163 KiB, sm_90 and sm_100 227 KiB: the larger shapes fit both.
 inline constexpr int kSharedLimit = 99 * 1024;
@@ -26,15 +28,16 @@ struct ForwardConfig {
   int block_m;   // queries
   int block_n;   // keys
   int num_warps;
-  bool q_in_registers;
-  int min_blocks;  // per multiprocessor: caps the registers
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int row_groups() const { return block_m / (num_warps * 16); }  // of 16 rows, per warp
-  TW_HOST_DEVICE constexpr int shared_bytes() const { return (block_m + 2 * block_n) * head_dim * 2 + block_n * 4; }
-  // Live 32-bit registers of the main loop: O, S, P of one step, Q, and the addresses and counters of about 40 more.
+  TW_HOST_DEVICE constexpr int shared_bytes() const {
+    return (block_m + 2 * block_n) * head_dim * element_bytes(element) + block_n * 4;
+  }
+  // Live 32-bit registers of the main loop: O, S, an operand of one step (of float32 three parts and sums), and the addresses
+  // and counters of about 40 more.
   TW_HOST_DEVICE constexpr int registers() const {
-    return row_groups() * (head_dim / 2 + block_n / 2 + (q_in_registers ? head_dim / 4 : 4)) + 40;
+    return row_groups() * (head_dim / 2 + block_n / 2 + (element == Element::kFloat32 ? 20 : 4)) + 40;
   }
   TW_HOST_DEVICE constexpr bool valid() const {
     return block_m % (num_warps * 16) == 0 && block_n % 32 == 0 && head_dim % 32 == 0 && registers() <= 255;
@@ -46,11 +49,18 @@ struct ForwardConfig {
 // full, bf16, TFLOP/s (docs/kernels/forward_sm80.md): d 64 309 (one group 268, 128 keys 295, Q in registers 278),
 // d 128 341 (one group 291, 32 keys 337), d 256 326 (64 x 64 with four warps 312, 32 keys 264).
 TW_HOST_DEVICE constexpr ForwardConfig forward_config(Element element, ForwardKind kind, int head_dim, bool small) {
+  if (element == Element::kFloat32) {  // rows of twice the bytes, operands of three parts
+    if (kind == ForwardKind::kFewRows)
+      return small && head_dim > 192 ? ForwardConfig{element, kind, head_dim, 32, 32, 2}
+                                     : ForwardConfig{element, kind, head_dim, 64, 32, 4};
+    if (head_dim <= 128) return {element, kind, head_dim, 128, 32, 4};
+    return small && head_dim > 192 ? ForwardConfig{element, kind, head_dim, 32, 32, 2} : ForwardConfig{element, kind, head_dim, 64, 32, 4};
+  }
   if (kind == ForwardKind::kFewRows)  // 64 rows are mostly empty already; the loads of K and V are all that counts
-    return {element, kind, head_dim, 64, head_dim <= 128 ? 64 : 32, 4, false, 1};
-  if (head_dim <= 128) return {element, kind, head_dim, 128, 64, 4, false, 1};
-  if (head_dim <= 192 || !small) return {element, kind, head_dim, 128, 64, 8, false, 1};
-  return {element, kind, head_dim, 64, 64, 4, false, 1};
+    return {element, kind, head_dim, 64, head_dim <= 128 ? 64 : 32, 4};
+  if (head_dim <= 128) return {element, kind, head_dim, 128, 64, 4};
+  if (head_dim <= 192 || !small) return {element, kind, head_dim, 128, 64, 8};
+  return {element, kind, head_dim, 64, 64, 4};
 }
 
 enum class BackwardKind : int { kPlain, kDropout, kGeneral };  // as ForwardKind
@@ -64,19 +74,19 @@ struct BackwardConfig {
   int row_groups;    // of 16 keys, per warp
   int column_split;  // warps that share the same keys, each with its part of the queries of S and the columns of dK, dV
   int num_stages;    // of Q and dO
-  int min_blocks;    // per multiprocessor
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int block_n() const { return num_warps / column_split * 16 * row_groups; }
   TW_HOST_DEVICE constexpr int shared_bytes() const {
-    return 2 * block_n() * head_dim * 2 + num_stages * (2 * block_m * head_dim * 2 + 2 * block_m * 4) +
-           pair_tiles() * block_n() * block_m * 2 + mark_bytes() + 64;
+    const int bytes = element_bytes(element);
+    return 2 * block_n() * head_dim * bytes + num_stages * (2 * block_m * head_dim * bytes + 2 * block_m * 4) +
+           pair_tiles() * block_n() * block_m * bytes + mark_bytes() + 64;
   }
   TW_HOST_DEVICE constexpr int pair_tiles() const { return column_split > 1 ? 2 : 1; }  // dS; and P, if it is exchanged
   TW_HOST_DEVICE constexpr int mark_bytes() const { return (block_n() + 2 * block_m) * 4; }  // rows with inf or NaN
-  // dK, dV; S, dP; and about 40 of addresses, counters and fragments.
+  // dK, dV; S, dP; operands of float32; and about 40 of addresses, counters and fragments.
   TW_HOST_DEVICE constexpr int registers() const {
-    return row_groups * (2 * head_dim / 2 / column_split + 2 * block_m / 2 / column_split) + 40;
+    return row_groups * (2 * head_dim / 2 / column_split + 2 * block_m / 2 / column_split + (element == Element::kFloat32 ? 20 : 0)) + 40;
   }
   TW_HOST_DEVICE constexpr bool valid() const {
     return num_warps % column_split == 0 && block_m / column_split % 16 == 0 && kRowPad % block_m == 0 &&
@@ -90,16 +100,25 @@ struct BackwardConfig {
 // dK and dV; P and dS pass through shared memory. Measured on an H200, 16k, full, bf16, TFLOP/s
 // (docs/kernels/backward_sm80.md): d 128 303 (16 keys a warp, no split: 278), d 256 238 (16 keys, two column parts: 225).
 TW_HOST_DEVICE constexpr BackwardConfig backward_config(Element element, BackwardKind kind, int head_dim, bool small) {
+  if (element == Element::kFloat32) {  // twice the bytes: what fills the shared memory decides
+    if (head_dim <= 64) return {element, kind, head_dim, 32, 4, 1, 1, 1};
+    if (head_dim <= 96) return {element, kind, head_dim, 32, 4, 1, 2, 1};
+    if (head_dim <= 128)
+      return small ? BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 2, 4, 1};
+    if (head_dim <= 192)
+      return small ? BackwardConfig{element, kind, head_dim, 32, 2, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 1, 4, 1};
+    return {element, kind, head_dim, 32, 4, 1, 2, 1};  // 138 KiB: no shape fits 99, and the plan says so
+  }
   if (head_dim <= 64)
-    return {element, kind, head_dim, 32, 4, 2, 1, 2, 1};
+    return {element, kind, head_dim, 32, 4, 2, 1, 2};
   if (head_dim <= 128)
-    return small ? BackwardConfig{element, kind, head_dim, 32, 4, 2, 2, 2, 1}
-                 : BackwardConfig{element, kind, head_dim, 64, 8, 2, 2, 2, 1};
-  return small ? BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1, 1}
-               : BackwardConfig{element, kind, head_dim, 64, 8, 2, 4, 1, 1};
+    return small ? BackwardConfig{element, kind, head_dim, 32, 4, 2, 2, 2} : BackwardConfig{element, kind, head_dim, 64, 8, 2, 2, 2};
+  return small ? BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 2, 4, 1};
 }
 
-// Does a GPU with 99 KiB per block need the small shape?
-TW_HOST_DEVICE constexpr bool needs_small(const auto& config) { return config.shared_bytes() > kSharedLimit; }
+// Is there a shape of its own for GPUs with 99 KiB per block?
+TW_HOST_DEVICE constexpr bool has_small(const auto& large, const auto& small) {
+  return large.shared_bytes() > kSharedLimit && small.shared_bytes() <= kSharedLimit;
+}
 
 }  // namespace tilewise::cuda

@@ -1,5 +1,7 @@
 #include "cuda/fill_params.h"
 
+#include "core/dtype.h"
+
 namespace tilewise::cuda {
 namespace {
 
@@ -91,10 +93,15 @@ RowScalar row_scalar(const tw_tensor* x) {
 }
 
 bool rows_aligned(const tw_tensor& x) {
-  if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0) return false;
+  const int64_t per_chunk = 16 / dtype_size(x.dtype);  // elements in 16 bytes
+  if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0 || x.shape[x.ndim - 1] % per_chunk != 0) return false;
   for (int n = 0; n + 1 < x.ndim; ++n)
-    if (x.shape[n] > 1 && x.stride[n] % 8 != 0) return false;
+    if (x.shape[n] > 1 && x.stride[n] % per_chunk != 0) return false;
   return true;
+}
+
+Element element_of(int32_t dtype) {
+  return dtype == TW_FLOAT16 ? Element::kFloat16 : dtype == TW_BFLOAT16 ? Element::kBfloat16 : Element::kFloat32;
 }
 
 }  // namespace tilewise::cuda

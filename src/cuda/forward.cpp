@@ -35,7 +35,7 @@ constexpr ForwardKernels kForwardKernels[] = {
 };
 
 const ForwardKernels* find_kernels(const tw_problem& p) {
-  const Element element = p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16;
+  const Element element = element_of(p.dtype);
   for (const ForwardKernels& kernels : kForwardKernels)
     if (kernels.element == element && kernels.head_dim >= std::max(p.head_dim, p.head_dim_v)) return &kernels;
   return nullptr;
@@ -105,10 +105,12 @@ Cut cut_forward(const tw_problem& p, const Target& target) {
   return cut;
 }
 
+int64_t split_columns(const tw_problem& p) { return ceil_div(p.head_dim_v, 8) * 8; }
+
 int64_t split_rows(const tw_problem& p) { return query_rows(p) * p.num_heads_q; }
 
 int64_t rotated_bytes(const tw_problem& p) {  // the queries after rotation
-  return p.rotary_dim > 0 ? ceil_div(query_rows(p) * p.num_heads_q * p.head_dim * 2, 64) * 64 : 0;
+  return p.rotary_dim > 0 ? ceil_div(query_rows(p) * p.num_heads_q * p.head_dim * dtype_size(p.dtype), 64) * 64 : 0;
 }
 
 // Writes the new keys into the cache and the rotated queries into the workspace, which becomes q.
@@ -140,14 +142,13 @@ int prepare_cache(const tw_problem& p, const tw_tensors& t, void* rotated, Forwa
     params->q = append.q_rotated;
     if (p.q_layout == TW_PACKED) params->q.batch = append.q_rotated.batch = 0;
   }
-  return launch_append(append, p.dtype == TW_FLOAT16, stream);
+  return launch_append(append, element_of(p.dtype), stream);
 }
 
 }  // namespace
 
-std::string refuse_common(const tw_problem& p) {
-  if (p.dtype != TW_FLOAT16 && p.dtype != TW_BFLOAT16) return concat("dtype ", dtype_name(p.dtype), ": takes f16 and bf16");
-  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head dims must be multiples of 8";
+std::string refuse_limits(const tw_problem& p) {
+  if (p.dtype == TW_FLOAT64) return "dtype f64: takes f16, bf16 and f32";
   if (std::max(p.head_dim, p.head_dim_v) > 256) return "head dims over 256";
   if (p.seqlen_q >= kMaxLength || p.seqlen_k + p.seqlen_new >= kMaxLength) return "sequences of 2^30 rows or more";
   if (p.batch >= kMaxLength || p.num_heads_q >= kMaxLength) return "2^30 batch entries or heads or more";
@@ -155,8 +156,14 @@ std::string refuse_common(const tw_problem& p) {
   return "";
 }
 
+std::string refuse_common(const tw_problem& p) {
+  if (p.dtype != TW_FLOAT16 && p.dtype != TW_BFLOAT16) return concat("dtype ", dtype_name(p.dtype), ": takes f16 and bf16");
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) return "head dims must be multiples of 8";
+  return refuse_limits(p);
+}
+
 std::string refuse_forward_sm80(const tw_problem& p) {
-  if (std::string reason = refuse_common(p); !reason.empty()) return reason;
+  if (std::string reason = refuse_limits(p); !reason.empty()) return reason;
   const ForwardKernels* kernels = find_kernels(p);
   if (kernels == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
   return "";
@@ -176,7 +183,7 @@ Status plan_forward_sm80(const tw_problem& p, const Target& target, Plan* plan) 
   plan->num_tasks = cut.tasks;
   if (cut.tasks > 0x7fffffff) return unsupported("forward_sm80: ", cut.tasks, " blocks, at most 2^31 - 1");
   plan->workspace_bytes =
-      rotated_bytes(p) + (cut.num_splits == 1 ? 0 : cut.num_splits * split_rows(p) * (p.head_dim_v + 1) * int64_t{4});
+      rotated_bytes(p) + (cut.num_splits == 1 ? 0 : cut.num_splits * split_rows(p) * (split_columns(p) + 1) * int64_t{4});
   return Status();
 }
 
@@ -193,8 +200,8 @@ Status run_forward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, 
   params.k = row_tensor(*t.k);
   params.v = row_tensor(*t.v);
   params.o = row_tensor(*t.o);
-  params.o_is_float = t.o->dtype == TW_FLOAT32;
-  params.aligned = (p.rotary_dim > 0 || rows_aligned(*t.q)) && rows_aligned(*t.k) && rows_aligned(*t.v);
+  params.o_is_float = t.o->dtype == TW_FLOAT32 && p.dtype != TW_FLOAT32;
+  params.aligned = (p.rotary_dim > 0 ? p.head_dim * dtype_size(p.dtype) % 16 == 0 : rows_aligned(*t.q)) && rows_aligned(*t.k) && rows_aligned(*t.v);
   params.o_aligned = !params.o_is_float && rows_aligned(*t.o);
   params.head_dim = static_cast<int32_t>(p.head_dim);
   params.head_dim_v = static_cast<int32_t>(p.head_dim_v);
@@ -228,7 +235,8 @@ Status run_forward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, 
   params.num_splits = static_cast<int32_t>(cut.num_splits);
   if (cut.num_splits > 1) {
     params.split_o = reinterpret_cast<float*>(static_cast<char*>(workspace) + rotated_bytes(p));
-    params.split_lse = params.split_o + cut.num_splits * split_rows(p) * p.head_dim_v;
+    params.split_columns = static_cast<int32_t>(split_columns(p));
+    params.split_lse = params.split_o + cut.num_splits * split_rows(p) * split_columns(p);
   }
   if (t.k_new || p.rotary_dim > 0)
     if (const int error = prepare_cache(p, t, workspace, &params, stream); error != 0) return device_error("append", error);
@@ -236,7 +244,7 @@ Status run_forward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, 
   if (const int error = kernels.launch[static_cast<int>(kind)][shape_for(kernels, kind, plan.target)](params, tasks, stream); error != 0)
     return device_error("forward_sm80", error);
   if (cut.num_splits > 1)
-    if (const int error = launch_combine(params, p.dtype == TW_FLOAT16, stream); error != 0)
+    if (const int error = launch_combine(params, element_of(p.dtype), stream); error != 0)
       return device_error("combine", error);
   return Status();
 }

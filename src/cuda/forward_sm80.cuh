@@ -14,7 +14,7 @@
 #include "cuda/params.h"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/element.cuh"
-#include "cuda/tile/mma_tile.cuh"
+#include "cuda/tile/operand.cuh"
 #include "cuda/tile/score.cuh"
 
 namespace tilewise::cuda {
@@ -113,14 +113,16 @@ struct ForwardKernel {
   using T = typename ElementType<C.element>::Type;
   static constexpr bool kGeneral = C.kind == ForwardKind::kGeneral || C.kind == ForwardKind::kFewRows;
   static constexpr bool kDrops = kGeneral || C.kind == ForwardKind::kDropout;
-  static constexpr bool kFast = C.head_dim <= 128;  // registers are left for the faster copies and finer steps
+  static constexpr bool kFast = C.head_dim <= 128 && sizeof(T) == 2;  // registers are left for the faster copies and finer steps
+  static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));  // of a row
   static constexpr int kM = C.row_groups();      // row groups of 16 per warp
   static constexpr int kN = C.block_n / 8;       // n8 tiles of S
   static constexpr int kD = C.head_dim / 8;      // n8 tiles of O
   static constexpr int kSteps = C.head_dim / 16; // k16 steps of Q K^T
-  using QCopy = TileCopy<C.block_m, C.head_dim, C.num_threads()>;
-  using KCopy = TileCopy<C.block_n, C.head_dim, C.num_threads()>;
-  using Layout = TileLayout<C.head_dim>;
+  static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kSteps;  // a step of float32 is long enough, and its parts need registers
+  using QCopy = TileCopy<T, C.block_m, C.head_dim, C.num_threads()>;
+  using KCopy = TileCopy<T, C.block_n, C.head_dim, C.num_threads()>;
+  using Layout = TileLayout<kBytes>;
 
   const ForwardParams& p;
   int b, head_k, first_head, first_row, split;  // first_head: of the packed heads; first_row: packed row
@@ -170,7 +172,7 @@ struct ForwardKernel {
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) x[m][n][e] = score.softcap * tanh_of(x[m][n][e] * inverse);
+          for (int e = 0; e < 4; ++e) x[m][n][e] = score.softcap * tanh_of<T>(x[m][n][e] * inverse);
     }
     if (score.alibi == nullptr && score.bias == nullptr) return;
 #pragma unroll
@@ -218,22 +220,40 @@ struct ForwardKernel {
       }
   }
 
-  __device__ __forceinline__ void drop(float (&x)[kM][kN][4], int j0, const Dropout& dropout) const {
+  // Zeroes the dropped probabilities of the 32 keys from column 8 n4 of the tile on.
+  __device__ __forceinline__ void drop(float (&x)[kM][kN][4], int j0, int n4, const Dropout& dropout) const {
     const int64_t batch_head = static_cast<int64_t>(b) * p.sequence.num_heads_q + first_head;
+    const float limit = keep_limit(dropout);
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+    for (int m = 0; m < kM; ++m) {
+      const Philox4 draw = dropout.draw(batch_head, (first_row + warp * kM * 16) / 16 + m, lane >> 2, j0 / 32 + n4 / 4, lane & 3);
 #pragma unroll
-      for (int n4 = 0; n4 < kN; n4 += 4) {
-        const Philox4 draw = dropout.draw(batch_head, (first_row + warp * kM * 16) / 16 + m, lane >> 2, j0 / 32 + n4 / 4, lane & 3);
+      for (int e = 0; e < 16; ++e) x[m][n4 + e / 4][e & 3] *= keep_factor(draw, e, limit);
+    }
+  }
+
+  // The probabilities of row (m, half) for the keys 2t and 2t + 1 of the eight that hold key j, from what went into P V. No
+  // dynamic index.
+  __device__ __forceinline__ static float2 pair_at(const OperandA<T> (&operand)[kN / 2][kM], const float (&x)[kM][kN][4], int m,
+                                                   int half, int j) {
+    uint32_t first = 0, second = 0;
 #pragma unroll
-        for (int e = 0; e < 16; ++e)
-          if (!keeps(draw, e, dropout.threshold << 16)) x[m][n4 + e / 4][e & 3] = 0.f;
+    for (int n = 0; n < kN; ++n) {
+      const uint32_t here = -static_cast<uint32_t>(n == j / 8);
+      if constexpr (sizeof(T) == 4) {
+        first |= __float_as_uint(x[m][n][2 * half]) & here;
+        second |= __float_as_uint(x[m][n][2 * half + 1]) & here;
+      } else {
+        first |= operand[n / 2][m].x[(n & 1) * 2 + half] & here;
       }
+    }
+    if constexpr (sizeof(T) == 4) return make_float2(__uint_as_float(first), __uint_as_float(second));
+    else return ptx::unpack<T>(first);
   }
 
   // Adds p_ij v_j for the visible pairs of the chunks of V that remove_nonfinite() took out. Rare, so compact.
-  __device__ __forceinline__ void add_nonfinite(const uint32_t (&packed)[kN / 2][kM][4], float (&o)[kM][kD][4], int j0,
-                                                const uint32_t* marks, const T* v_base) const {
+  __device__ __forceinline__ void add_nonfinite(const OperandA<T> (&operand)[kN / 2][kM], const float (&x)[kM][kN][4],
+                                                float (&o)[kM][kD][4], int j0, const uint32_t* marks, const T* v_base) const {
 #pragma unroll 1
     for (int j = 0; j < C.block_n; ++j) {
       const uint32_t mark = marks[j];
@@ -243,21 +263,16 @@ struct ForwardKernel {
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          uint32_t pair = 0;
-#pragma unroll
-          for (int n = 0; n < kN; ++n)
-            pair |= packed[n / 2][m][(n & 1) * 2 + half] & -static_cast<uint32_t>(n == j / 8);  // no dynamic index
-          pair = __shfl_sync(0xffffffffu, pair, (lane & ~3) | (j % 8) / 2);
-          const float2 both = ptx::unpack<T>(pair);
+          const float2 both = pair_at(operand, x, m, half, j);
+          const float weight = __shfl_sync(0xffffffffu, j & 1 ? both.y : both.x, (lane & ~3) | (j % 8) / 2);
           const int r = warp_row(m, half), i = query(r);
           if (i >= s.seqlen_q || !visible(p.score, score_row(p.score, s, b, head(r), i), j0 + j)) continue;
-          const float weight = j & 1 ? both.y : both.x;
 #pragma unroll
           for (int n = 0; n < kD; ++n)
             if (mark >> n & 1) {
-              const T* v = v_row + n * 8 + 2 * (lane & 3);
-              o[m][n][2 * half] += weight * ptx::to_float(v[0]);
-              o[m][n][2 * half + 1] += weight * ptx::to_float(v[1]);
+              const int col = n * 8 + 2 * (lane & 3);
+              if (col < p.head_dim_v) o[m][n][2 * half] += weight * ptx::to_float(v_row[col]);
+              if (col + 1 < p.head_dim_v) o[m][n][2 * half + 1] += weight * ptx::to_float(v_row[col + 1]);
             }
         }
     }
@@ -265,17 +280,8 @@ struct ForwardKernel {
 
   __device__ __forceinline__ void store_row_pair(int r, int n, float x, float y) const {
     const int col = n * 8 + 2 * (lane & 3);
-    if (col >= p.head_dim_v) return;
-    const int64_t base = query_rows_offset(p.o) + query_offset(p.o, r) + col;
-    if (p.o_is_float) {
-      float* o = static_cast<float*>(p.o.data) + base;
-      o[0] = x;
-      o[1] = y;
-    } else {
-      T* o = static_cast<T*>(p.o.data) + base;
-      o[0] = ptx::from_float<T>(x);
-      o[1] = ptx::from_float<T>(y);
-    }
+    if (col < p.head_dim_v)
+      store_columns<T>(p.o.data, query_rows_offset(p.o) + query_offset(p.o, r) + col, p.o_is_float, false, col + 1 < p.head_dim_v, x, y);
   }
 
   __device__ __forceinline__ int64_t query_rows_offset(const RowTensor& x) const {
@@ -339,10 +345,10 @@ struct ForwardKernel {
         }
         if (splits) {
           if (exists) {
-            float* out = p.split_o + split_row(r) * p.head_dim_v + 2 * (lane & 3);
+            float* out = p.split_o + split_row(r) * p.split_columns + 2 * (lane & 3);
 #pragma unroll
             for (int n = 0; n < kD; ++n)
-              if (n * 8 < p.head_dim_v) *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[m][n][2 * half], o[m][n][2 * half + 1]);
+              if (n * 8 < p.split_columns) *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[m][n][2 * half], o[m][n][2 * half + 1]);
           }
         } else if (kGeneral && (!p.o_aligned || p.pack > 1)) {
           if (exists)
@@ -358,18 +364,20 @@ struct ForwardKernel {
 #pragma unroll
       for (int n = 0; n < kD; ++n)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::store_shared(s_o + Layout::pair_offset(warp_row(m, half), n * 8 + 2 * (lane & 3)),
-                            ptx::pack<T>(o[m][n][2 * half], o[m][n][2 * half + 1]));
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t at = s_o + Layout::byte_offset(warp_row(m, half), (n * 8 + 2 * (lane & 3)) * static_cast<int>(sizeof(T)));
+          if constexpr (sizeof(T) == 4) ptx::store_shared(at, make_float2(o[m][n][2 * half], o[m][n][2 * half + 1]));
+          else ptx::store_shared(at, ptx::pack<T>(o[m][n][2 * half], o[m][n][2 * half + 1]));
+        }
     __syncwarp();
     T* out = static_cast<T*>(p.o.data) + query_rows_offset(p.o);
-    constexpr int kChunks = C.head_dim / 8, kItems = kM * 16 * kChunks;
+    constexpr int kPerChunk = QCopy::kPerChunk, kChunks = C.head_dim / kPerChunk, kItems = kM * 16 * kChunks;
 #pragma unroll
     for (int item = lane; item < kItems; item += 32) {
       const int r = warp * kM * 16 + item / kChunks, chunk = item % kChunks;
       const uint4 x = ptx::load_shared_16(s_o + Layout::chunk_offset(r, chunk));
-      if (first_row + r < s.capacity_q && chunk * 8 < p.head_dim_v)
-        *reinterpret_cast<uint4*>(out + (first_row + r) * p.o.row + chunk * 8) = x;
+      if (first_row + r < s.capacity_q && chunk * kPerChunk < p.head_dim_v)
+        *reinterpret_cast<uint4*>(out + (first_row + r) * p.o.row + chunk * kPerChunk) = x;
     }
   }
 
@@ -389,8 +397,8 @@ struct ForwardKernel {
 
   __device__ __forceinline__ void run(uint32_t shared, uint32_t* marks) {
     const uint32_t s_q = shared;                                 // [block_m, head_dim]
-    const uint32_t s_k = s_q + C.block_m * C.head_dim * 2;       // [block_n, head_dim]
-    const uint32_t s_v = s_k + C.block_n * C.head_dim * 2;       // [block_n, head_dim]
+    const uint32_t s_k = s_q + C.block_m * kBytes;               // [block_n, head_dim]
+    const uint32_t s_v = s_k + C.block_n * kBytes;               // [block_n, head_dim]
     const float c = kGeneral && natural ? kLog2E : p.score.scale_log2;
 
     float o[kM][kD][4];
@@ -437,10 +445,9 @@ struct ForwardKernel {
       const int full_begin = visible_keys(p.score, min(query(last_row), s.seqlen_q - 1), s.seqlen_q, s.seqlen_k).begin;
       const int full_end = visible_keys(p.score, query(0), s.seqlen_q, s.seqlen_k).end;
 
-      const auto lane_q = lane_address_a<C.head_dim>(s_q + warp * kM * 16 * Layout::kRowBytes, lane);
-      const auto lane_k = lane_address_b<C.head_dim>(s_k, lane);
-      const auto lane_v = lane_address_bt<C.head_dim>(s_v, lane);
-      uint32_t q_fragments[C.q_in_registers ? kSteps : 1][kM][4];
+      const auto lane_q = lane_address_a<T, kBytes>(s_q + warp * kM * 16 * kBytes, lane);
+      const auto lane_k = lane_address_b<T, kBytes>(s_k, lane);
+      const auto lane_v = lane_address_bt<T, kBytes>(s_v, lane);
 
 #pragma unroll 1
       for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
@@ -457,24 +464,12 @@ struct ForwardKernel {
           for (int n = 0; n < kN; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
-        if constexpr (C.q_in_registers) {
-          if (tile == tiles.end - 1) {
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-              for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(q_fragments[step][m], lane_q.at(m, step));
-          }
-        }
-#pragma unroll
+#pragma unroll kUnroll
         for (int step = 0; step < kSteps; ++step) {
-          if constexpr (C.q_in_registers) {
-            mma_step_b<T, kM, kN>(x, q_fragments[step], lane_k, step);
-          } else {
-            uint32_t a[kM][4];
+          OperandA<T> a[kM];
 #pragma unroll
-            for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(a[m], lane_q.at(m, step));
-            mma_step_b<T, kM, kN>(x, a, lane_k, step);
-          }
+          for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_q, m * 16, step);
+          multiply_b<T>(x, a, lane_k, step);
         }
 
         bool masked = j0 < full_begin || j0 + C.block_n > full_end;
@@ -486,8 +481,8 @@ struct ForwardKernel {
 
         ptx::cp_async_wait<0>();
         bool nonfinite = false;
-        if (masked)
-          nonfinite = __syncthreads_or(KCopy::template remove_nonfinite<T>(s_v, marks));
+        if (masked || sizeof(T) == 4)  // the parts of an infinite float32 sum to NaN: it never goes through the products
+          nonfinite = __syncthreads_or(KCopy::remove_nonfinite(s_v, marks));
         else
           __syncthreads();  // V is here, and every warp is done with K
         if (tile > tiles.begin) load_keys(p.k, k, s_k, j0 - C.block_n, p.head_dim);
@@ -496,27 +491,27 @@ struct ForwardKernel {
         update_reference<kGeneral>(row, x, o, c);
         float shift[kM][2];
         make_shift(shift, row, x, c);
-        constexpr bool kAllFirst = kDrops || !kFast;
-        if constexpr (kAllFirst) exponentials(row, shift, x, c, 0, kN);
-        if constexpr (kDrops)
-          if (drops) drop(x, j0, dropout);
-
-        uint32_t packed[kN / 2][kM][4];
+        // A group of keys at a time, so that the tensor cores work on one while the next is exponentiated: 16 keys, 32 where
+        // a draw of dropout serves 32, all where registers are short (d 128 with draws in between spilled 170 bytes).
+        constexpr int kGroup = !kFast || (kDrops && C.head_dim > 64) ? kN : kDrops ? 4 : 2;
+        OperandA<T> operand[kN / 2][kM];
 #pragma unroll
-        for (int step = 0; step < kN / 2; ++step) {
-          // 16 keys at a time, so that the tensor cores work on one step while the next is exponentiated.
-          if constexpr (!kAllFirst) exponentials(row, shift, x, c, 2 * step, 2 * step + 2);
+        for (int n = 0; n < kN; n += kGroup) {
+          exponentials(row, shift, x, c, n, n + kGroup);
+          if constexpr (kDrops) {
+            if (drops)
 #pragma unroll
-          for (int m = 0; m < kM; ++m)
+              for (int n4 = n; n4 < n + kGroup; n4 += 4) drop(x, j0, n4, dropout);
+          }
 #pragma unroll
-            for (int quarter = 0; quarter < 4; ++quarter)
-              packed[step][m][quarter] = ptx::pack<T>(x[m][2 * step + quarter / 2][quarter % 2 * 2],
-                                                      x[m][2 * step + quarter / 2][quarter % 2 * 2 + 1]);
-          mma_step_bt<T, kM, kD>(o, packed[step], lane_v, step);
+          for (int step = n / 2; step < (n + kGroup) / 2; ++step) {
+            operand_of<T>(operand[step], x, step);
+            multiply_bt<T>(o, operand[step], lane_v, step);
+          }
         }
         if (nonfinite) {
           const T* v_base = p.sequence.page_size > 0 ? static_cast<const T*>(p.v.data) + head_k * p.v.head : v;
-          add_nonfinite(packed, o, j0, marks, v_base);
+          add_nonfinite(operand, x, o, j0, marks, v_base);
           __syncthreads();
           if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
         }
@@ -537,10 +532,7 @@ __device__ void zero_packed_tail(const ForwardParams& p, int h, int block, int r
     for (int r = threadIdx.x / 32; r < rows_per_block && row + r < end; r += blockDim.x / 32) {
       const int64_t at = (row + r) * p.o.row + h * p.o.head;
       for (int c = threadIdx.x % 32; c < p.head_dim_v; c += 32) {
-        if (p.o_is_float)
-          static_cast<float*>(p.o.data)[at + c] = 0.f;
-        else
-          static_cast<T*>(p.o.data)[at + c] = ptx::from_float<T>(0.f);
+        store_columns<T>(p.o.data, at + c, p.o_is_float, false, false, 0.f, 0.f);
       }
       if (p.lse && threadIdx.x % 32 == 0) p.lse.data[h * p.lse.head + (row + r) * p.lse.row] = kMinusInf;
     }
@@ -548,8 +540,7 @@ __device__ void zero_packed_tail(const ForwardParams& p, int h, int block, int r
 
 // Grid: x = row block, longest first, inside head, inside split, inside batch entry (one more when rows are packed).
 template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
-__global__ void __launch_bounds__(forward_config(kElement, kKind, kHeadDim, kSmall).num_threads(),
-                                  forward_config(kElement, kKind, kHeadDim, kSmall).min_blocks)
+__global__ void __launch_bounds__(forward_config(kElement, kKind, kHeadDim, kSmall).num_threads(), 1)
     forward_sm80_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr ForwardConfig C = forward_config(kElement, kKind, kHeadDim, kSmall);
@@ -579,7 +570,7 @@ __global__ void __launch_bounds__(forward_config(kElement, kKind, kHeadDim, kSma
   kernel.lane = threadIdx.x % 32;
   kernel.natural = Kernel::kGeneral && (p.score.softcap > 0 || p.score.alibi || p.score.bias || !(p.score.scale > 1e-30f));
   kernel.run(ptx::shared_address(shared),
-             reinterpret_cast<uint32_t*>(shared + (C.block_m + 2 * C.block_n) * C.head_dim * 2));
+             reinterpret_cast<uint32_t*>(shared + (C.block_m + 2 * C.block_n) * Kernel::kBytes));
 }
 
 }  // namespace tilewise::cuda

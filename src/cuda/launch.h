@@ -45,19 +45,19 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
 
 // utility.cu
 int launch_fill(float* data, int64_t n0, int64_t n1, int64_t stride0, int64_t stride1, float value, void* stream);
-int launch_append(const AppendParams& params, bool float16, void* stream);
-int launch_combine(const ForwardParams& params, bool float16, void* stream);
+int launch_append(const AppendParams& params, Element element, void* stream);
+int launch_combine(const ForwardParams& params, Element element, void* stream);
 int launch_dropout_mask(const SequenceParams& sequence, const ScoreParams& score, uint8_t* mask,
                         const int64_t (&shape)[4], const int64_t (&stride)[4], void* stream);
 
-
 // backward_utility.cu
-int launch_backward_pre(const BackwardParams& params, bool float16, void* stream);
-int launch_backward_post(const BackwardParams& params, bool float16, void* stream);
+int launch_backward_pre(const BackwardParams& params, Element element, void* stream);
+int launch_backward_post(const BackwardParams& params, Element element, void* stream);
 int launch_dsink(const BackwardParams& params, float* dsink, int64_t stride, void* stream);
 int launch_dalibi(const BackwardParams& params, float* dalibi, int64_t stride_batch, int64_t stride_head, bool sum_batch,
                   void* stream);
-int launch_convert(const float* from, void* to, int32_t dtype, const int64_t (&shape)[4], const int64_t (&stride)[4],
-                   void* stream);
+int launch_largest_value(const BackwardParams& params, Element element, void* stream);  // into dbias.largest
+int launch_dbias(const BackwardParams& params, void* dbias, int32_t dtype, const int64_t (&shape)[4], const int64_t (&stride)[4],
+                 void* stream);
 
 }  // namespace tilewise::cuda

@@ -8,8 +8,8 @@ namespace tilewise::cuda {
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
 int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stream) {
   constexpr BackwardConfig C = backward_config(kElement, kKind, kHeadDim, kSmall);
-  static_assert(C.shared_bytes() <= (kSmall ? kSharedLimit : kSharedLimitLarge));
-  if constexpr (kSmall && !needs_small(backward_config(kElement, kKind, kHeadDim, false)))
+  static_assert(C.shared_bytes() <= kSharedLimitLarge);
+  if constexpr (kSmall && !has_small(backward_config(kElement, kKind, kHeadDim, false), C))
     return launch_backward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);  // the same shape
   else
     return launch<backward_sm80_kernel<kElement, kKind, kHeadDim, kSmall>>(params, num_blocks, C.num_threads(), C.shared_bytes(),

@@ -8,8 +8,8 @@ namespace tilewise::cuda {
 template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
 int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream) {
   constexpr ForwardConfig C = forward_config(kElement, kKind, kHeadDim, kSmall);
-  static_assert(C.shared_bytes() <= (kSmall ? kSharedLimit : kSharedLimitLarge));
-  if constexpr (kSmall && !needs_small(forward_config(kElement, kKind, kHeadDim, false)))
+  static_assert(C.shared_bytes() <= kSharedLimitLarge);
+  if constexpr (kSmall && !has_small(forward_config(kElement, kKind, kHeadDim, false), C))
     return launch_forward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);  // the same shape
   else
     return launch<forward_sm80_kernel<kElement, kKind, kHeadDim, kSmall>>(params, num_blocks, C.num_threads(), C.shared_bytes(),

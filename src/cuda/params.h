@@ -62,8 +62,8 @@ struct ForwardParams {
   SequenceParams sequence;
   ScoreParams score;
   RowTensor q, k, v, o;
-  bool o_is_float;  // o in float32, whatever q is
-  bool aligned;     // q, k, v: 16-byte aligned pointers, strides multiples of 8: the fast copies work
+  bool o_is_float;  // o in float32, q in 16 bits
+  bool aligned;     // q, k, v: rows of whole 16-byte chunks at multiples of 16 bytes: the fast copies work
   bool o_aligned;   // o likewise, and of q's type
   int32_t head_dim, head_dim_v;
   RowScalar lse;
@@ -72,7 +72,8 @@ struct ForwardParams {
   int32_t pack;        // query heads of one key head that share a tile: row r is query r / pack, head r % pack of them
   int32_t num_blocks;  // row blocks of the longest sequence
   int32_t num_splits;  // > 1: o and lse go to the workspace, split by split
-  float* split_o;      // [split, row of (batch, head, query), head_dim_v]
+  float* split_o;      // [split, row of (batch, head, query), split_columns]
+  int32_t split_columns;  // head_dim_v, rounded up to a multiple of 8
   float* split_lse;    // [split, row]
 };
 
@@ -94,11 +95,24 @@ struct AppendParams {
 // multiple of kRowPadding rows, so that the main kernel copies whole tiles of them without a bound.
 inline constexpr int kRowPadding = 128;
 
+// The sum of dbias, like the bias but contiguous. Many blocks add to an element in no fixed order, and still it has the same
+// bits every time: the terms are rounded to multiples of 2^-exponent() and summed as integers, of 64 bits, which cannot
+// overflow: what a row of queries adds is at most d |dO| |V| + |delta| with the largest of each, as its P sums to 1, and
+// `log2_terms` bounds the number of rows.
+struct DbiasSum {
+  int64_t* sum;         // null: not asked for
+  uint32_t* not_finite;  // one bit an element: a term was inf or NaN
+  uint32_t* largest;     // bits of the largest finite |dO|, |delta| and |V|: floats >= 0 are ordered like their bits
+  int64_t batch, head, row, key;  // strides
+  int32_t log2_terms;
+  float dropout_scale;
+};
+
 struct BackwardParams {
   SequenceParams sequence;
   ScoreParams score;
   RowTensor q, k, v, o, dout, dq, dk, dv;  // data null: gradient not asked for
-  bool o_is_float, dq_is_float, dk_is_float, dv_is_float;
+  bool o_is_float, dq_is_float, dk_is_float, dv_is_float;  // in float32, q in 16 bits
   bool aligned;      // q, k, v, dout: the fast copies work
   bool o_aligned;    // o: 16-byte loads work
   bool dq_aligned;   // dq: 16-byte stores work, and it is of q's type
@@ -121,8 +135,7 @@ struct BackwardParams {
   int32_t* nonfinite;        // set if products of masked pairs carried inf or NaN; null: does not matter
   const int32_t* only_if;    // run only if this is not 0; null: run
   float* dalibi_parts;  // [batch, head, key block]
-  float* dbias_sum;     // like dbias, contiguous, float32
-  int64_t dbias_batch, dbias_head, dbias_row, dbias_key;
+  DbiasSum dbias;
 };
 
 TW_HOST_DEVICE inline int64_t padded_row(const SequenceParams& p, int64_t q_begin, int64_t b) {

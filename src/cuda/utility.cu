@@ -34,10 +34,8 @@ __global__ void dropout_mask_kernel(const __grid_constant__ DropoutMaskParams p)
     const int64_t j = n % p.shape[3], rest = n / p.shape[3], i = rest % p.shape[2], batch_head = rest / p.shape[2];
     const int64_t h = batch_head % p.shape[1], b = batch_head / p.shape[1];
     const DeviceSequence s = resolve(p.sequence, static_cast<int>(b));
-    const uint32_t keep = keep_bits(dropout.draw(batch_head, i >> 4, static_cast<int>(i & 7), j >> 5, static_cast<int>(j & 7) >> 1),
-                                    dropout.threshold << 16);
     p.mask[b * p.stride[0] + h * p.stride[1] + i * p.stride[2] + j * p.stride[3]] =
-        i < s.seqlen_q && j < s.seqlen_k && (!dropout.active() || (keep >> Dropout::element(i, j) & 1) != 0);
+        i < s.seqlen_q && j < s.seqlen_k && dropout.keep(batch_head, i, j);
   }
 }
 
@@ -53,23 +51,29 @@ int launch_fill(float* data, int64_t n0, int64_t n1, int64_t stride0, int64_t st
                              static_cast<cudaStream_t>(stream));
 }
 
-int launch_append(const AppendParams& p, bool float16, void* stream) {
+int launch_append(const AppendParams& p, Element element, void* stream) {
   const SequenceParams& q = p.sequence;
   const int64_t rows = 2 * int64_t{q.batch} * q.seqlen_new * q.num_heads_k +
                        (p.rotary_dim > 0 ? int64_t{q.batch} * q.seqlen_q * q.num_heads_q : 0);
   const int64_t blocks = blocks_for(rows, kAppendWarps);
   const auto s = static_cast<cudaStream_t>(stream);
-  return float16 ? launch<append_kernel<ptx::float16>>(p, blocks, kAppendWarps * 32, 0, s)
-                 : launch<append_kernel<ptx::bfloat16>>(p, blocks, kAppendWarps * 32, 0, s);
+  switch (element) {
+    case Element::kFloat16: return launch<append_kernel<ptx::float16>>(p, blocks, kAppendWarps * 32, 0, s);
+    case Element::kBfloat16: return launch<append_kernel<ptx::bfloat16>>(p, blocks, kAppendWarps * 32, 0, s);
+    default: return launch<append_kernel<float>>(p, blocks, kAppendWarps * 32, 0, s);
+  }
 }
 
-int launch_combine(const ForwardParams& p, bool float16, void* stream) {
+int launch_combine(const ForwardParams& p, Element element, void* stream) {
   const SequenceParams& q = p.sequence;
   const int64_t rows = q.packed_q ? q.total_q : static_cast<int64_t>(q.batch) * q.seqlen_q;
   const int64_t blocks = (rows * q.num_heads_q + kCombineWarps - 1) / kCombineWarps;
   const auto s = static_cast<cudaStream_t>(stream);
-  return float16 ? launch<combine_kernel<ptx::float16>>(p, blocks, kCombineWarps * 32, 0, s)
-                 : launch<combine_kernel<ptx::bfloat16>>(p, blocks, kCombineWarps * 32, 0, s);
+  switch (element) {
+    case Element::kFloat16: return launch<combine_kernel<ptx::float16>>(p, blocks, kCombineWarps * 32, 0, s);
+    case Element::kBfloat16: return launch<combine_kernel<ptx::bfloat16>>(p, blocks, kCombineWarps * 32, 0, s);
+    default: return launch<combine_kernel<float>>(p, blocks, kCombineWarps * 32, 0, s);
+  }
 }
 
 int launch_dropout_mask(const SequenceParams& sequence, const ScoreParams& score, uint8_t* mask,

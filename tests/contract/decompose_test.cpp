@@ -147,7 +147,7 @@ TEST(Ring, HalvesMergeToTheWhole) {
         const tw_target target = target_for(row);
         ASSERT_EQ(tw_forward(nullptr, &t, &target, nullptr), TW_OK) << tw_last_error();
       }
-      ASSERT_EQ(tw_merge_states(first.o.tensor(), first.lse.tensor(), second.o.tensor(), second.lse.tensor()), TW_OK) << tw_last_error();
+      ASSERT_EQ(tw_merge_states(first.o.tensor(), first.lse.tensor(), second.o.tensor(), second.lse.tensor(), nullptr), TW_OK) << tw_last_error();
       EXPECT_LT(largest_difference(first.o.values(), whole->o.values()), tolerance(whole->problem().dtype)) << row;
       EXPECT_LT(largest_difference(first.lse.values(), whole->lse.values()), 3e-5) << row;
     }
@@ -207,7 +207,7 @@ TEST(Merge, EmptyPartials) {
         }
       }
     tw_tensor a = tensor(o, true), b = tensor(other, true), la = tensor(lse, false), lb = tensor(lse_other, false);
-    ASSERT_EQ(tw_merge_states(&a, &la, &b, &lb), TW_OK) << tw_last_error();
+    ASSERT_EQ(tw_merge_states(&a, &la, &b, &lb, nullptr), TW_OK) << tw_last_error();
     for (int64_t h = 0; h < heads; ++h)
       for (int64_t i = 0; i < tokens; ++i)
         for (int64_t c = 0; c < width; ++c) {

@@ -331,7 +331,7 @@ TEST(Handles, NullsAreRefusedByName) {
   EXPECT_EQ(tw_run(nullptr, &tensors, nullptr, 0, nullptr), TW_INVALID_ARGUMENT);
   EXPECT_EQ(tw_kernel_at(0, nullptr), TW_INVALID_ARGUMENT);
   EXPECT_EQ(tw_softmax(nullptr, nullptr, nullptr, nullptr, nullptr), TW_INVALID_ARGUMENT);
-  EXPECT_EQ(tw_merge_states(nullptr, nullptr, nullptr, nullptr), TW_INVALID_ARGUMENT);
+  EXPECT_EQ(tw_merge_states(nullptr, nullptr, nullptr, nullptr, nullptr), TW_INVALID_ARGUMENT);
   EXPECT_EQ(tw_tensor_from_dlpack(nullptr, nullptr), TW_INVALID_ARGUMENT);
   EXPECT_EQ(tw_problem_text(nullptr, nullptr, 0), 0u);
   EXPECT_EQ(tw_plan_text(nullptr, nullptr, 0), 0u);

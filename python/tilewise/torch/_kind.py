@@ -144,10 +144,12 @@ class TorchKind:
                 check(lib.tw_softmax(x_at, y_at, lse_at, target, None))
 
     def merge(self, *views):
-        if any(v[2] != _abi.CPU for v in views):
-            raise InvalidArgument("merge_states: the tensors must be on the CPU")
         with _call.Tensors(*views) as addresses:
-            check(lib.tw_merge_states(*addresses))
+            if views[0][2] == _abi.CUDA:
+                with torch.cuda.device(views[0][3]):
+                    check(lib.tw_merge_states(*addresses, torch.cuda.current_stream(views[0][3]).cuda_stream))
+            else:
+                check(lib.tw_merge_states(*addresses, None))
 
 
 # ---- CUDA: plan once per problem, workspace from torch's allocator on the current stream ----

@@ -74,7 +74,7 @@ class _Sdpa:
     The switch is the process's, not the thread's; contexts nest. Taken: float32, float16 and bfloat16 on the CPU and CUDA,
     attn_mask (bool, float, with a gradient too), is_causal (torch's top-left alignment), scale, enable_gqa, dropout_p,
     head dims up to 256. Everything else goes to torch as before. Code compiled with torch.compile looks at the switch when
-    it runs, for calls that compiled to torch's fused kernel.
+    it runs, for calls that compiled to torch's fused kernel on the CPU.
     """
 
     def __init__(self):

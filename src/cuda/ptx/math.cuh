@@ -68,9 +68,10 @@ __device__ __forceinline__ float2 unpack<float16>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// True if one of the two halves is inf or NaN: its exponent bits are all ones.
+// True if the word, or one of its two halves, is inf or NaN: its exponent bits are all ones.
 template <class T>
 __device__ __forceinline__ bool has_nonfinite(uint32_t pair) {
+  if constexpr (sizeof(T) == 4) return (pair & 0x7f800000u) == 0x7f800000u;
   constexpr uint32_t kExponent = sizeof(T) == 2 && __is_same(T, bfloat16) ? 0x7f80u : 0x7c00u;
   return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
 }

@@ -8,10 +8,11 @@
 
 namespace tilewise::cuda {
 
-template <int kRows, int kCols, int kThreads>
+template <class T, int kRows, int kCols, int kThreads>
 struct TileCopy {
-  using Layout = TileLayout<kCols>;
-  static constexpr int kChunks = kCols / 8;
+  using Layout = TileLayout<kCols * static_cast<int>(sizeof(T))>;
+  static constexpr int kPerChunk = 16 / static_cast<int>(sizeof(T));  // elements
+  static constexpr int kChunks = kCols / kPerChunk;
   static constexpr int kThreadsPerRow = kChunks % 16 == 0 ? 16 : kChunks % 8 == 0 ? 8 : 4;
   static constexpr int kRowsPerPass = kThreads / kThreadsPerRow;
   static constexpr int kPasses = kRows / kRowsPerPass;
@@ -30,10 +31,10 @@ struct TileCopy {
 
   // Row r of the tile comes from source + r * stride, if r < rows. Needs 16-byte aligned rows. kFast: a second copy of the
   // code for whole tiles, without bounds. Worth 5 % where registers are left (forward, d <= 128), a loss elsewhere.
-  template <bool kFast, class T>
+  template <bool kFast>
   static __device__ __forceinline__ void load(uint32_t tile, const T* source, int64_t stride, int rows, int cols) {
     const int thread_row = threadIdx.x / kThreadsPerRow, thread_chunk = threadIdx.x % kThreadsPerRow;
-    const T* thread_source = source + thread_row * stride + thread_chunk * 8;
+    const T* thread_source = source + thread_row * stride + thread_chunk * kPerChunk;
     if (kFast && rows >= kRows && cols == kCols) {  // one addition a row
       const int64_t step = kRowsPerPass * stride;
 #pragma unroll
@@ -41,7 +42,7 @@ struct TileCopy {
 #pragma unroll
         for (int c = 0; c < kChunksPerThread; ++c)
           ptx::cp_async_16(tile + Layout::chunk_offset(thread_row + pass * kRowsPerPass, thread_chunk + c * kThreadsPerRow),
-                           thread_source + c * kThreadsPerRow * 8);
+                           thread_source + c * kThreadsPerRow * kPerChunk);
       return;
     }
 #pragma unroll
@@ -50,16 +51,16 @@ struct TileCopy {
 #pragma unroll
       for (int c = 0; c < kChunksPerThread; ++c) {
         const int chunk = thread_chunk + c * kThreadsPerRow;
-        const bool exists = row < rows && chunk * 8 < cols;
+        const bool exists = row < rows && chunk * kPerChunk < cols;
         ptx::cp_async_16(tile + Layout::chunk_offset(row, chunk),
-                         exists ? thread_source + pass * kRowsPerPass * stride + c * kThreadsPerRow * 8 : source,
+                         exists ? thread_source + pass * kRowsPerPass * stride + c * kThreadsPerRow * kPerChunk : source,
                          exists ? 16 : 0);
       }
     }
   }
 
   // The same where row r lies at source + row_offset(r): paged keys, packed query heads, and rows of any alignment.
-  template <class T, class RowOffset>
+  template <class RowOffset>
   static __device__ __forceinline__ void load_rows(uint32_t tile, const T* source, RowOffset&& row_offset, int rows,
                                                    int cols, bool aligned) {
     const int thread_row = threadIdx.x / kThreadsPerRow, thread_chunk = threadIdx.x % kThreadsPerRow;
@@ -70,16 +71,24 @@ struct TileCopy {
 #pragma unroll 1
       for (int c = 0; c < kChunksPerThread; ++c) {
         const int chunk = thread_chunk + c * kThreadsPerRow;
-        const bool exists = row < rows && chunk * 8 < cols;
+        const bool exists = row < rows && chunk * kPerChunk < cols;
         const uint32_t address = tile + Layout::chunk_offset(row, chunk);
         if (aligned) {
-          ptx::cp_async_16(address, exists ? row_source + chunk * 8 : source, exists ? 16 : 0);
+          ptx::cp_async_16(address, exists ? row_source + chunk * kPerChunk : source, exists ? 16 : 0);
         } else {
           uint32_t words[4] = {0, 0, 0, 0};
-          if (exists) {
-            const auto* elements = reinterpret_cast<const uint16_t*>(row_source + chunk * 8);
+          if (exists) {  // up to `cols`, which may end inside the chunk
+            const T* elements = row_source + chunk * kPerChunk;
+            const int left = cols - chunk * kPerChunk;
+            if constexpr (sizeof(T) == 4) {
 #pragma unroll
-            for (int n = 0; n < 4; ++n) words[n] = elements[2 * n] | static_cast<uint32_t>(elements[2 * n + 1]) << 16;
+              for (int n = 0; n < 4; ++n) words[n] = n < left ? __float_as_uint(elements[n]) : 0;
+            } else {
+              const auto* halves = reinterpret_cast<const uint16_t*>(elements);
+#pragma unroll
+              for (int n = 0; n < 8; ++n)
+                if (n < left) words[n / 2] |= static_cast<uint32_t>(halves[n]) << 16 * (n % 2);
+            }
           }
           ptx::store_shared(address, make_uint4(words[0], words[1], words[2], words[3]));
         }
@@ -87,10 +96,9 @@ struct TileCopy {
     }
   }
 
-  // Zeroes the chunks of this thread that hold inf or NaN and marks them, one bit a chunk, in marks[row]; true if there
-  // was one. For tiles in which some pair is masked: 0 * NaN must not reach a row that does not see the key. Call
+  // Zeroes the chunks of this thread that hold inf or NaN and marks them, one bit for 8 columns, in marks[row]; true if
+  // there was one. For tiles in which some pair is masked: 0 * NaN must not reach a row that does not see the key. Call
   // between the end of the thread's own copies and the barrier that publishes the tile.
-  template <class T>
   static __device__ __forceinline__ bool remove_nonfinite(uint32_t tile, uint32_t* marks) {
     bool found = false;
     for_each([&](int row, int chunk) {
@@ -99,7 +107,9 @@ struct TileCopy {
       if (ptx::has_nonfinite<T>(x.x) || ptx::has_nonfinite<T>(x.y) || ptx::has_nonfinite<T>(x.z) ||
           ptx::has_nonfinite<T>(x.w)) {
         ptx::store_shared(address, make_uint4(0, 0, 0, 0));
-        atomicOr(marks + row, 1u << chunk);
+        if constexpr (sizeof(T) == 4)  // and its neighbour of the same 8 columns; who reads that meanwhile sees either
+          ptx::store_shared(tile + Layout::chunk_offset(row, chunk ^ 1), make_uint4(0, 0, 0, 0));
+        atomicOr(marks + row, 1u << chunk * kPerChunk / 8);
         found = true;
       }
     });

@@ -1,6 +1,7 @@
 // From the configs' element type to the C++ type.
 #pragma once
 #include "cuda/config_sm80.h"
+#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace tilewise::cuda {
@@ -13,5 +14,30 @@ template <>
 struct ElementType<Element::kFloat16> {
   using Type = ptx::float16;
 };
+template <>
+struct ElementType<Element::kFloat32> {
+  using Type = float;
+};
+
+// Two neighbouring columns to global memory; kinds of tensors that are written so: T's own, or float32 beside it.
+// `pairs`: to is aligned to both; `both`: the second column exists.
+template <class T>
+__device__ __forceinline__ void store_columns(void* to, int64_t at, bool is_float, bool pairs, bool both, float x, float y) {
+  if constexpr (sizeof(T) == 2) {
+    if (!is_float) {
+      T* out = static_cast<T*>(to) + at;
+      if (pairs && both) {
+        *reinterpret_cast<uint32_t*>(out) = ptx::pack<T>(x, y);
+      } else {
+        out[0] = ptx::from_float<T>(x);
+        if (both) out[1] = ptx::from_float<T>(y);
+      }
+      return;
+    }
+  }
+  float* out = static_cast<float*>(to) + at;
+  out[0] = x;
+  if (both) out[1] = y;
+}
 
 }  // namespace tilewise::cuda

@@ -10,8 +10,10 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kMinusInf = -__builtin_huge_valf();
 
-// tanh(x) = 1 - 2 / (e^2x + 1): absolute error 1e-7, where tanh.approx has 5e-4 of the value.
+// tanh(x) = 1 - 2 / (e^2x + 1): absolute error 4e-7, where tanh.approx has 5e-4 of the value. For float32, tanhf: 1e-7.
+template <class T = ptx::float16>
 __device__ __forceinline__ float tanh_of(float x) {
+  if constexpr (sizeof(T) == 4) return tanhf(x);
   return 1.f - 2.f * ptx::reciprocal_approx(ptx::exp2_approx(x * (2 * kLog2E)) + 1.f);
 }
 
@@ -46,15 +48,10 @@ __device__ __forceinline__ bool visible(const ScoreParams& p, const ScoreRow& ro
   return !p.bias || load_bias(p, row.bias + j * p.bias_key) != kMinusInf;
 }
 
-// Logit before the mask, in natural units.
+// Logit before ALiBi, bias and mask, in natural units.
 __device__ __forceinline__ float capped(const ScoreParams& p, float dot) {
-  float x = dot * p.scale;
-  if (p.softcap > 0) x = p.softcap * tanh_of(x / p.softcap);
-  return x;
-}
-
-__device__ __forceinline__ float alibi(const ScoreParams&, const DeviceSequence& s, const ScoreRow& row, int j) {
-  return -row.slope * fabsf(static_cast<float>(row.i + s.seqlen_k - s.seqlen_q - j));
+  const float x = dot * p.scale;
+  return p.softcap > 0 ? p.softcap * tanh_of(x / p.softcap) : x;
 }
 
 // The call's dropout with the state that is read from device memory.
@@ -67,20 +64,24 @@ __device__ __forceinline__ Dropout resolve_dropout(const ScoreParams& p) {
   return dropout;
 }
 
-// Is element e of a draw kept? Dropout::number in the upper half of a word by one byte permute: what lies below does not
-// change the comparison with threshold << 16.
+// Is element e of a draw kept: 1 or 0, to multiply with. The 16-bit number of Dropout::number becomes the float 2^23 + number
+// by a byte permute (two, where its bytes lie in two words), and the saturated difference to the threshold is the answer.
+// Comparing and selecting would be twice the work of the integer pipe, which dropout keeps busier than any other.
+__device__ __forceinline__ float keep_factor(const Philox4& draw, int e, float limit) {
+  constexpr uint32_t kTwo23 = 0x4b000000u;
+  const uint32_t word = draw.word[e >> 2];
+  const uint32_t number = (e & 3) < 3 ? __byte_perm(word, kTwo23, 0x7400 | (e & 3) << 4 | ((e & 3) + 1))
+                                      : __byte_perm(__byte_perm(word, draw.word[(e + 1 & 15) >> 2], 0x0034), kTwo23, 0x7410);
+  return __saturatef(limit - __uint_as_float(number));
+}
+
+// The same as a comparison with threshold << 16; what lies below the number in the word does not change it.
 __device__ __forceinline__ bool keeps(const Philox4& draw, int e, uint32_t threshold_high) {
   const int next = (e + 1) & 15;
   const uint32_t high = __byte_perm(draw.word[e >> 2], draw.word[next >> 2], (e & 3) << 12 | (4 + (next & 3)) << 8);
   return high < threshold_high;
 }
 
-// The same for all 16 elements, bit e for element e.
-__device__ __forceinline__ uint32_t keep_bits(const Philox4& draw, uint32_t threshold_high) {
-  uint32_t bits = 0;
-#pragma unroll
-  for (int e = 0; e < 16; ++e) bits |= static_cast<uint32_t>(keeps(draw, e, threshold_high)) << e;
-  return bits;
-}
+__device__ __forceinline__ float keep_limit(const Dropout& dropout) { return 8388608.f + static_cast<float>(dropout.threshold); }
 
 }  // namespace tilewise::cuda
