@@ -70,6 +70,7 @@ int64_t flag_offset(const tw_problem& p, const BackwardSm90Config& config, int64
 }  // namespace
 
 std::string refuse_backward_sm90(const tw_problem& p) {
+  if (std::string reason = refuse_common(p); !reason.empty()) return reason;
   if (std::string reason = refuse_backward_sm80(p); !reason.empty()) return reason;
   if (p.softcap != 0) return "softcap";
   if (p.dropout_p != 0) return "dropout";
