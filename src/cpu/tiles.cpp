@@ -21,14 +21,16 @@ void accumulate_visible(const TileKernels& kernels, const ProductTile& t, int64_
   constexpr int64_t kChunk = 64;
   float cleaned[kChunk * kMaxPanel];
   const bool strided = t.step_stride != 1;
-  for (int64_t r = 0; r < rows; ++r)
+  for (int64_t r = 0; r < rows; ++r) {
+    float sum[kMaxPanel] = {};
     for (int64_t s = 0; s < t.steps; s += kChunk) {
       ProductTile part = t;
       part.steps = std::min(kChunk, t.steps - s);
       part.a = t.a + r * t.row_stride + s * t.step_stride;
       part.b = cleaned;
       part.ldb = columns;
-      part.c = t.c + r * t.ldc;
+      part.c = sum;
+      part.resume = true;
       for (int64_t x = 0; x < part.steps; ++x) {
         const uint32_t a = std::bit_cast<uint32_t>(part.a[x * t.step_stride]);
         for (int64_t c = 0; c < columns; ++c)
@@ -36,6 +38,8 @@ void accumulate_visible(const TileKernels& kernels, const ProductTile& t, int64_
       }
       kernels.product[strided][0][columns / kernels.lanes - 1](part);
     }
+    for (int64_t c = 0; c < columns; ++c) t.c[r * t.ldc + c] += sum[c];
+  }
 }
 
 }  // namespace tilewise

@@ -106,6 +106,7 @@ struct ProductTile {
   int64_t steps;
   float* c;
   int64_t ldc;
+  bool resume;  // the sum goes on from C step by step, instead of being added to it as a whole
 };
 
 // Few query rows against rows of K or V where they lie, unpacked: for decoding, where every key is read once.
