@@ -7,6 +7,7 @@
 #include "cuda/backward.h"
 #include "cuda/device.h"
 #include "cuda/fill_params.h"
+#include "cuda/forward.h"
 #include "cuda/forward_sm90_backend.h"
 #include "cuda/launch.h"
 #include "cuda/launch_backward_sm90.h"
