@@ -57,12 +57,17 @@ def segments(code):
 PIPELINE = ["start", "fence", "wait0"] + ["fence", "fence", "wait1", "wait0"] * 3 + ["fence", "wait0"]
 
 
-def faults(code):
+def read(code, loaded):
+    """Segments, counts, segments as text, and what is wrong with any kernel here; loaded: what the copy engine brings."""
     found, counts = segments(code)
-    text = " ".join("%s:%d:%d" % tuple(segment) for segment in found)
     bad = ["%d %s: registers are kept in local memory" % (counts[n], n) for n in ("LDL", "STL") if counts[n]]
     if counts["UTMALDG"] < 4:
-        bad.append("%d UTMALDG: Q, K and twice V are loaded by the copy engine" % counts["UTMALDG"])
+        bad.append("%d UTMALDG: %s are loaded by the copy engine" % (counts["UTMALDG"], loaded))
+    return found, counts, " ".join("%s:%d:%d" % tuple(segment) for segment in found), bad
+
+
+def faults(code):
+    found, counts, text, bad = read(code, "Q, K and twice V")
     if counts["UTMASTG"] < 1:
         bad.append("no UTMASTG: O is stored by the copy engine")
     if [segment[0] for segment in found] != PIPELINE:
@@ -76,11 +81,7 @@ def faults(code):
 
 
 def backward_faults(code):
-    found, counts = segments(code)
-    text = " ".join("%s:%d:%d" % tuple(segment) for segment in found)
-    bad = ["%d %s: registers are kept in local memory" % (counts[n], n) for n in ("LDL", "STL") if counts[n]]
-    if counts["UTMALDG"] < 4:
-        bad.append("%d UTMALDG: Q, K, V and dO are loaded by the copy engine" % counts["UTMALDG"])
+    found, _, text, bad = read(code, "Q, K, V and dO")
     followers = [(segment[1], after[0]) for segment, after in zip(found, found[1:] + [["end", 0, 0]]) if segment[1]]
     if not followers or any(products < 4 or after not in ("wait0", "fence") for products, after in followers):
         bad.append("products are not issued together: " + text)

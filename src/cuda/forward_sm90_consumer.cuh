@@ -1,0 +1,624 @@
+// A consumer warpgroup of forward_sm90: 64 query rows of tile after tile. run() is at the end, the steps before it.
+#pragma once
+#include "cuda/params_sm90.h"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/forward_sm90_shared.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/exact_rows.cuh"
+#include "cuda/tile/panel_sm90.cuh"
+#include "cuda/tile/softmax_sm90.cuh"
+
+namespace tilewise::cuda {
+
+template <ForwardSm90Config C>
+struct ConsumerSm90 {
+  using T = typename ElementType<C.element>::Type;
+  using Range = SoftmaxRange<C.element>;
+  static constexpr int kS = C.block_n / 2;       // registers of S, of P twice as dense, of O
+  static constexpr int kP = C.block_n / 4;
+  static constexpr int kO = C.pv_columns() / 2;
+  static constexpr int kQ = C.q_in_registers ? C.head_dim / 4 : 1;
+  static constexpr bool kSum = !C.ones();
+
+  const ForwardSm90Params& p;
+  const SharedSm90<C> shared;
+  unsigned char* const memory;
+  const int consumer, warp, lane;  // warp of the warpgroup
+
+  float o[kO];
+  uint32_t probabilities[kP];  // P(j-1), as the A operand of the next product
+  uint32_t query[kQ];
+  RowStatistics rows;
+  bool o_empty = true;  // the next product starts a tile: it does not add to what O holds
+  bool unstored = false;    // the second half of O is still that of the tile before
+  bool again = false;       // this thread's rows of that tile are to be computed again
+  bool look = false;        // its values may not be finite
+  Ring<C.q_slots> q;
+  Ring<C.stages> k, v;
+  uint32_t o_parity = 1;
+
+  unsigned tile = 0;   // number of the next tile's Work in shared memory
+  int steps;           // key tiles of this consumer
+  int unmasked_steps;  // of these, the first ones need no mask at their lower end
+  bool mask_upper;     // the first one needs one at its upper end
+  int skip_v = 0;      // stages of V that belong to tiles which this consumer does not need; of the next tile
+  int next_skip_v = 0;
+
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    ptx::stress();
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void my_turn() const {
+    if constexpr (C.ping_pong) ptx::barrier_sync(1 + consumer, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (C.ping_pong) ptx::barrier_arrive(1 + (consumer + 1 == C.consumers ? 0 : consumer + 1), 256);
+  }
+  __device__ __forceinline__ int row_of_warpgroup(int half) const { return warp * 16 + half * 8 + (lane >> 2); }
+  __device__ __forceinline__ int row_of_tile(int half) const { return consumer * 64 + row_of_warpgroup(half); }
+  __device__ __forceinline__ const Work& work(unsigned n) const { return *shared.work(memory, n); }
+
+  // Key past the last one of this consumer's first key tile.
+  __device__ __forceinline__ int top_key(const Work& w, int skip) const {
+    return key_tiles<C.block_m(), C.block_n>(p, w).top - skip * C.block_n;
+  }
+  // Whole key tiles beyond the ends of all of this consumer's rows.
+  __device__ __forceinline__ int skipped(const Work& w, const KeyTiles& tiles) const {
+    if (!C.skips() || p.window_right < 0) return 0;
+    const int end = w.first_row + w.seqlen_k - w.seqlen_q + p.window_right + 64 * (consumer + 1);
+    return min(tiles.count - 1, max(0, tiles.top - end) / C.block_n);
+  }
+
+  __device__ __forceinline__ bool next_tile() {
+    ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
+    const Work w = work(tile);
+    if (w.first_row < 0) return false;
+    ++tile;
+    if constexpr (C.q_in_registers) {
+      const uint32_t s_q = shared.q(q.stage);
+      const int r = consumer * 64 + warp * 16 + (lane & 15);
+#pragma unroll
+      for (int step = 0; step < C.head_dim / 16; ++step) {
+        uint32_t fragment[4];
+        ptx::ldmatrix_x4(fragment, s_q + Panels<C.block_m()>::chunk_offset(r, 2 * step + (lane >> 4)));
+#pragma unroll
+        for (int n = 0; n < 4; ++n) query[4 * step + n] = fragment[n] ^ p.sign_flip;
+      }
+      __syncwarp();
+      release(shared.q_empty(q.stage));
+      q.advance();
+    }
+    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n>(p, w);
+    const int skip = skipped(w, tiles);
+    steps = tiles.count - skip;
+    int low = 0;  // first key that all rows see
+    if (p.window_left >= 0) low = max(0, w.first_row + consumer * 64 + 63 + w.seqlen_k - w.seqlen_q - p.window_left);
+    unmasked_steps = min(steps, max(0, tiles.top - skip * C.block_n - low) / C.block_n);
+    mask_upper = p.window_right >= 0 || tiles.top > w.seqlen_k;
+    if constexpr (C.skips()) {
+      next_skip_v = skip;
+      for (int n = 0; n < skip; ++n) {
+        ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
+        my_turn();
+        pass_turn();
+        release(shared.k_empty(k.stage));
+        k.advance();
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void skip_values() {
+    if constexpr (C.skips()) {
+      for (; skip_v > 0; --skip_v) {
+        ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
+        release(shared.v_empty(v.stage));
+        v.advance();
+      }
+    }
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void issue_scores(float (&s)[kS]) {
+    const uint32_t b = ptx::descriptor(shared.k(k.stage));
+    ptx::wgmma_pin(s);
+    if constexpr (C.q_in_registers) {
+      ptx::wgmma_pin(query);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < C.head_dim / 16; ++step)
+        ptx::Wgmma<T, C.block_n>::template rs<0>(s, query[4 * step], query[4 * step + 1], query[4 * step + 2],
+                                                 query[4 * step + 3], b + Panels<C.block_n>::column_step(step), step != 0);
+    } else {
+      const uint32_t a = ptx::descriptor(shared.q(q.stage) + consumer * 64 * 128);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < C.head_dim / 16; ++step)
+        ptx::Wgmma<T, C.block_n>::ss(s, a + Panels<C.block_m()>::column_step(step),
+                                     b + Panels<C.block_n>::column_step(step), step != 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // O += P V, and sums += P 1
+  __device__ __forceinline__ void issue_output() {
+    const uint32_t s_v = shared.v(v.stage);
+    const uint32_t panel_distance = C.ones() && C.panels() == 1 ? shared.ones(v.stage) - s_v : C.block_n * 128;
+    const uint32_t b = ptx::descriptor(s_v, panel_distance);
+    ptx::wgmma_pin(o);
+    ptx::wgmma_pin(probabilities);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < C.block_n / 16; ++step)
+      ptx::Wgmma<T, C.pv_columns()>::template rs<1>(o, probabilities[4 * step], probabilities[4 * step + 1],
+                                                    probabilities[4 * step + 2], probabilities[4 * step + 3],
+                                                    b + Panels<C.block_n>::row_step(step), step != 0 || !o_empty);
+    ptx::wgmma_commit();
+    o_empty = false;
+  }
+
+  // Scores of keys that a row does not see become -inf: those past its last key and, if there is a window or the tile
+  // begins before key 0, those before its first.
+  template <bool kUpper, bool kLower>
+  __device__ __forceinline__ void mask(float (&s)[kS], const Work& w, int first_key) const {
+    const int offset = w.seqlen_k - w.seqlen_q + w.first_row;
+    const int shift = first_key + 2 * (lane & 3);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int last = w.seqlen_k - 1, first = 0;
+      if (p.window_right >= 0) last = min(last, row_of_tile(half) + offset + p.window_right);
+      if (p.window_left >= 0) first = max(first, row_of_tile(half) + offset - p.window_left);
+      last -= shift, first -= shift;
+#pragma unroll
+      for (int n = 0; n < kS / 4; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if ((kUpper && 8 * n + e > last) || (kLower && 8 * n + e < first)) s[4 * n + 2 * half + e] = kMinusInf;
+    }
+  }
+
+  __device__ __forceinline__ int first_key(int n) const { return top_key(work(tile - 1), next_skip_v) - (n + 1) * C.block_n; }
+  __device__ __forceinline__ void mask_first(float (&s)[kS]) const {
+    if (unmasked_steps == 0)
+      mask<true, true>(s, work(tile - 1), first_key(0));
+    else if (mask_upper)
+      mask<true, false>(s, work(tile - 1), first_key(0));
+  }
+  __device__ __forceinline__ void mask_lower(float (&s)[kS], int n) const { mask<false, true>(s, work(tile - 1), first_key(n)); }
+
+  // ScoreKind::kGeneral: from q . k to logits in natural units; before the mask, which -inf would not survive.
+  __device__ __forceinline__ void options(float (&s)[kS], int n) const {
+    if constexpr (C.general()) {
+      const ScoreParams& score = p.forward.score;
+      if (score.softcap > 0) {
+        const float inner = score.scale / score.softcap * (2 * kLog2E), outer = -2.f * score.softcap;
+#pragma unroll
+        for (int x = 0; x < kS; ++x)  // score.cuh's tanh_of, times softcap
+          s[x] = fmaf(outer, ptx::reciprocal_approx(ptx::exp2_approx(s[x] * inner) + 1.f), score.softcap);
+      } else if (p.natural) {
+#pragma unroll
+        for (int x = 0; x < kS; ++x) s[x] *= score.scale;
+      }
+      if (score.alibi) {
+        const Work& w = work(tile - 1);
+        const float slope = score.alibi[w.batch * score.alibi_batch + w.head * score.alibi_head];
+        const int key = first_key(n) + 2 * (lane & 3);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float distance = static_cast<float>(w.first_row + row_of_tile(half) + w.seqlen_k - w.seqlen_q - key);
+#pragma unroll
+          for (int x = 0; x < kS / 4; ++x)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) s[4 * x + 2 * half + e] -= slope * fabsf(distance - static_cast<float>(8 * x + e));
+        }
+      }
+    }
+  }
+  // Zeros for what dropout takes; the sums have it. 16 rows and 32 keys share the draws of core/dropout.h.
+  __device__ __forceinline__ void drop(float (&s)[kS], int n) const {
+    if constexpr (C.general()) {
+      if (!p.forward.score.dropout.active()) return;
+      const Dropout dropout = resolve_dropout(p.forward.score);
+      const Work& w = work(tile - 1);
+      const int64_t head = static_cast<int64_t>(w.batch) * p.forward.sequence.num_heads_q + w.head;
+      const int rows16 = w.first_row / 16 + consumer * 4 + warp, keys32 = first_key(n) / 32;
+#pragma unroll
+      for (int x = 0; x < kS / 16; ++x) {
+        const Philox4 draw = dropout.draw(head, rows16, lane >> 2, keys32 + x, lane & 3);
+#pragma unroll
+        for (int e = 0; e < 16; ++e)
+          if (!keeps(draw, e, dropout.threshold << 16)) s[16 * x + e] = 0.f;
+      }
+    }
+  }
+  __device__ __forceinline__ void note_maximum(const float (&s)[kS]) {
+    if constexpr (C.general())
+#pragma unroll
+      for (int half = 0; half < 2; ++half) rows.maximum[half] = fmaxf(rows.maximum[half], row_max(s, half));
+  }
+
+  __device__ __forceinline__ void pack(const float (&s)[kS]) {
+#pragma unroll
+    for (int n = 0; n < kP; ++n) probabilities[n] = ptx::pack<T>(s[2 * n], s[2 * n + 1]);
+  }
+
+  // P of this step. In a branch that the compiler cannot see through: it would move the wait for O, which nothing here
+  // depends on, above the exponentials, and with it all their overlap.
+  __device__ __forceinline__ void weights(float (&s)[kS], float (&sum)[2]) const {
+    if (p.always) exponentials<kSum>(s, rows.reference, p.scale_log2, sum);
+  }
+
+  // Both products of a step.
+  __device__ __forceinline__ void issue(float (&s)[kS]) {
+    ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
+    my_turn();
+    issue_scores(s);
+    store_second_half(tile - 2);
+    skip_values();
+    ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
+    issue_output();
+    pass_turn();
+  }
+
+  // A step inside a tile.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(int n) {
+    float s[kS], sum[2] = {0.f, 0.f};
+    issue(s);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_pin(s);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    options(s, n);
+    if constexpr (kMasked) mask_lower(s, n);
+    note_maximum(s);
+    weights(s, sum);
+    drop(s, n);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(o);
+    ptx::wgmma_pin(probabilities);
+    release(shared.v_empty(v.stage));
+    v.advance();
+    if constexpr (kSum) {
+      rows.sum[0] += sum[0];
+      rows.sum[1] += sum[1];
+      if (__any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > Range::kLarge)) {
+        const float none[2] = {0.f, 0.f};
+        raise_references<C.element>(rows, s, o, none);
+      }
+    } else {
+      const float sums[2] = {o[kO - 4], o[kO - 2]};
+      if (__any_sync(0xffffffffu, fmaxf(sums[0], sums[1]) > Range::kLarge)) raise_references<C.element>(rows, s, o, sums);
+    }
+    pack(s);
+  }
+
+  // P of a tile's first keys, from its S: here the rows get their m.
+  __device__ __forceinline__ void first_weights(float (&s)[kS], float (&sum)[2]) {
+    options(s, 0);
+    mask_first(s);
+    start_rows<C.element>(rows, s, p.scale_log2);
+    note_maximum(s);
+    weights(s, sum);
+    drop(s, 0);
+  }
+
+  // The last product of the tile so far, behind the first one of the next. next_tile() has gone on already.
+  __device__ __forceinline__ void step_across() {
+    float s[kS], sum[2] = {0.f, 0.f};
+    --tile;  // what issue() may have to store is the tile before the one that ends here
+    issue(s);
+    ++tile;
+    skip_v = next_skip_v;
+    Ending end = begin_ending(work(tile - 2), rows);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_pin(s);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    first_weights(s, sum);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(o);
+    ptx::wgmma_pin(probabilities);
+    release(shared.v_empty(v.stage));
+    v.advance();
+    if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    pack(s);
+    finish(work(tile - 2), end);
+    o_empty = true;
+    skip_values();
+  }
+
+  __device__ __forceinline__ void first_step() {
+    float s[kS], sum[2] = {0.f, 0.f};
+    skip_v = next_skip_v;
+    ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
+    my_turn();
+    issue_scores(s);
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(s);
+    release(shared.k_empty(k.stage));
+    k.advance();
+    first_weights(s, sum);
+    if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    pack(s);
+  }
+
+  __device__ __forceinline__ void last_step() {
+    my_turn();
+    store_second_half(tile - 2);
+    skip_values();
+    ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
+    issue_output();
+    pass_turn();
+    Ending end = begin_ending(work(tile - 1), rows);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(o);
+    release(shared.v_empty(v.stage));
+    v.advance();
+    finish(work(tile - 1), end);
+    store_second_half(tile - 1);
+  }
+
+  // The end of a tile: o = O / sum, lse, and a note of rows to be computed again. What needs no O is done while the tensor
+  // cores still work on it; one vote of the warp finds out whether anything is out of the ordinary.
+  struct Ending {
+    uint32_t flags;
+    float inverse[2];
+  };
+  static constexpr uint32_t kSees = 1;    // this thread's first row sees a key; its second one: kSees << 1
+  static constexpr uint32_t kNoRows = 4;  // block_m reaches past the end
+  static constexpr uint32_t kTail = 8;    // of a packed sequence: the next one's rows follow, a box would overwrite them
+  static constexpr uint32_t kLook = 16;   // values may not be finite
+  static constexpr uint32_t kAgain = 32, kEmpty = 64;  // some row of the warp has to be computed again, sees no key
+
+  __device__ __forceinline__ Ending begin_ending(const Work& done, const RowStatistics& statistics) const {
+    const ForwardParams& f = p.forward;
+    const int first = done.first_row + consumer * 64;
+    Ending end;
+    end.flags = (first >= done.capacity_q ? kNoRows : 0) | (f.sequence.packed_q && first + 64 > done.capacity_q ? kTail : 0) |
+                (p.check ? kLook : 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = first + row_of_warpgroup(half);
+      const int diagonal = i + done.seqlen_k - done.seqlen_q;
+      const int last_key = p.window_right < 0 ? done.seqlen_k - 1 : min(done.seqlen_k - 1, diagonal + p.window_right);
+      const int first_key = p.window_left < 0 ? 0 : max(0, diagonal - p.window_left);
+      end.flags |= i < done.seqlen_q && last_key >= first_key ? kSees << half : 0;
+    }
+    if constexpr (kSum) {
+      const float weight[2] = {ptx::quad_sum(statistics.sum[0]), ptx::quad_sum(statistics.sum[1])};
+      const float sink = f.score.sink ? f.score.sink[done.head * f.score.sink_head] * kLog2E : kMinusInf;
+      const float sum[2] = {weight[0] + ptx::exp2_approx(sink - statistics.reference[0]),
+                            weight[1] + ptx::exp2_approx(sink - statistics.reference[1])};
+      divide(end, weight, sum);
+      if (f.lse && (lane & 3) == 0) {
+        float* const out = f.lse.data + done.head * f.lse.head +
+                           (f.sequence.packed_q ? done.q_begin * f.lse.row : done.batch * f.lse.batch);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int i = first + row_of_warpgroup(half);
+          const float lse = (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2;
+          if (i < done.capacity_q)
+            out[i * f.lse.row] = end.flags & (kSees << half) ? lse : i < done.seqlen_q ? sink * kLn2 : kMinusInf;
+        }
+      }
+    }
+    if constexpr (C.general()) {
+      if (f.max_logit) {  // one atomic a warp
+        float maximum = kMinusInf;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (end.flags & (kSees << half)) maximum = fmaxf(maximum, statistics.maximum[half]);
+#pragma unroll
+        for (int n = 1; n < 32; n *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, n));
+        if (lane == 0 && maximum != kMinusInf)
+          ptx::atomic_max(f.max_logit + done.batch * f.max_logit_batch + done.head * f.max_logit_head, maximum);
+      }
+    }
+    return end;
+  }
+
+  // The inverse sums, and the vote. weight: of the keys; sum: with the sink.
+  __device__ __forceinline__ void divide(Ending& end, const float (&weight)[2], const float (&sum)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool sees = end.flags & (kSees << half);
+      // The first tile's maximum is in the sum, so in float32 it is never small unless something went wrong.
+      if (sees && !(weight[half] > 0x1p-60f && sum[half] < 0x1p127f)) end.flags |= kAgain;
+      // |O| <= sum max |V| cannot overflow while the sum is below 1, nor in float16, whose V end at 2^16.
+      if (C.element == Element::kBfloat16 && weight[half] >= 1.f) end.flags |= kLook;
+      if (!sees) end.flags |= kEmpty;
+      end.inverse[half] = sees ? ptx::reciprocal_approx(sum[half]) : 0.f;
+      if constexpr (C.general()) end.inverse[half] *= p.forward.score.dropout.active() ? p.forward.score.dropout.scale : 1.f;
+    }
+    end.flags = __reduce_or_sync(0xffffffffu, end.flags);
+  }
+
+  __device__ __forceinline__ void finish(const Work& done, Ending& end) {
+    if constexpr (!kSum) {
+      const float weight[2] = {o[kO - 4], o[kO - 2]};
+      divide(end, weight, weight);
+    }
+    if (end.flags & kNoRows) return;
+    const float (&inverse)[2] = end.inverse;
+#pragma unroll
+    for (int n = 0; n < C.head_dim / 2; ++n) o[n] *= inverse[n >> 1 & 1];
+    if (end.flags & kEmpty) {  // O = 0 or, from masked values that are not finite, NaN
+#pragma unroll
+      for (int n = 0; n < C.head_dim / 2; ++n)
+        if (inverse[n >> 1 & 1] == 0.f) o[n] = 0.f;
+    }
+    again = end.flags & kAgain;
+    look = end.flags & kLook;
+    store(done, done.first_row + consumer * 64, end.flags & kTail);
+  }
+
+  __device__ __forceinline__ void store(const Work& done, int first, bool tail) {
+    if (tail) {
+      again |= ptx::has_nonfinite<T>(store_rows(done, first));
+      note_again(done, first);
+      return;
+    }
+    store_group<0>(done, first);
+    static_assert(C.o_columns == C.head_dim || 2 * C.o_columns == C.head_dim);
+    if constexpr (C.o_columns < C.head_dim)
+      unstored = true;
+    else
+      note_again(done, first);
+  }
+  template <int kGroup>
+  __device__ __forceinline__ void store_group(const Work& done, int first) {
+    if (look)
+      again |= ptx::has_nonfinite<T>(store_box_of<kGroup, true>(done, first));
+    else
+      store_box_of<kGroup, false>(done, first);
+  }
+
+  // A step later, when the copy engine has read the first half: nobody waits for that.
+  __device__ __forceinline__ void store_second_half(unsigned n) {
+    if constexpr (C.o_columns < C.head_dim) {
+      if (!unstored) return;
+      unstored = false;
+      const Work& done = work(n);
+      const int first = done.first_row + consumer * 64;
+      store_group<1>(done, first);
+      note_again(done, first);
+    }
+  }
+
+  // A warp's rows to be computed again form a list through memory: one link for 16 rows, written only if they need it.
+  __device__ __forceinline__ void note_again(const Work& done, int first) const {
+    if (!(look ? __any_sync(0xffffffffu, again) : again) || lane != 0) return;
+    const int head = done.batch * p.forward.sequence.num_heads_q + done.head;
+    const int rows16 = head * p.again_stride + first / 16 + warp;
+    int* const list = shared.again(memory, consumer, warp);
+    p.again[rows16] = *list;
+    *list = rows16;
+  }
+  __device__ __forceinline__ void compute_again() const {
+    __syncwarp();
+    int rows16 = *shared.again(memory, consumer, warp);
+#pragma unroll 1
+    while (rows16 >= 0) {
+      ExactRows<T, C.head_dim, C.general()>(p.forward, rows16 / p.again_stride, rows16 % p.again_stride * 16).run();
+      rows16 = p.again[rows16];  // as lane 0 of this warp wrote it
+    }
+  }
+
+  // Packed rows that no sequence owns: zeros, lse -inf. By all consumers of all blocks.
+  __device__ __forceinline__ void zero_unowned_rows() const {
+    const ForwardParams& f = p.forward;
+    const int64_t begin = f.sequence.cu_seqlens_q.at(f.sequence.batch), heads = f.sequence.num_heads_q;
+    const int64_t first = (static_cast<int64_t>(blockIdx.x) * C.consumers + consumer) * 4 + warp;
+    for (int64_t n = first; n < (f.sequence.total_q - begin) * heads; n += gridDim.x * C.consumers * 4) {
+      const int64_t row = begin + n / heads, head = n % heads;
+      T* const out = static_cast<T*>(f.o.data) + row * f.o.row + head * f.o.head;
+      for (int column = 8 * lane; column < f.head_dim_v; column += 256) *reinterpret_cast<uint4*>(out + column) = {0, 0, 0, 0};
+      if (f.lse && lane == 0) f.lse.data[head * f.lse.head + row * f.lse.row] = kMinusInf;
+    }
+  }
+
+  // Both return the largest magnitudes that they stored (if kCheck).
+  template <int kGroup, bool kCheck>
+  __device__ __forceinline__ uint32_t store_box_of(const Work& done, int first) {
+    constexpr int kSteps = C.o_columns / 16, kColumn = kGroup * C.o_columns;
+    uint32_t largest = 0;
+    const uint32_t to = shared.o(consumer);
+    const int r = warp * 16 + (lane & 15);
+    if constexpr (C.store_warps()) {
+      ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
+    } else {
+      if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<0>();
+      ptx::barrier_sync(5 + consumer, 128);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const float* x = o + kColumn / 2 + step * 8;
+      const uint32_t a = ptx::pack<T>(x[0], x[1]), b = ptx::pack<T>(x[2], x[3]);
+      const uint32_t c = ptx::pack<T>(x[4], x[5]), d = ptx::pack<T>(x[6], x[7]);
+      if constexpr (kCheck)
+        largest = ptx::max_magnitude<T>(ptx::max_magnitude<T>(ptx::max_magnitude<T>(largest, a), b), ptx::max_magnitude<T>(c, d));
+      ptx::stmatrix_x4(to + Panels<64>::chunk_offset(r, 2 * step + (lane >> 4)), a, b, c, d);
+    }
+    o_parity ^= 1;
+    ptx::fence_async_shared();
+    if constexpr (!C.store_warps()) ptx::barrier_sync(5 + consumer, 128);
+    if (threadIdx.x % 128 == 0) {
+      const bool packed = p.forward.sequence.packed_q, panels = p.loads_per_tile == 1;
+      const ptx::BoxOrigin box = {{panels ? 0 : kColumn, done.q_begin + first, panels ? kColumn / 64 : 0, done.head,
+                                   packed ? 0 : done.batch}};
+      if constexpr (C.store_warps())
+        *shared.o_box(memory, consumer) = box;
+      else
+        store_box<C>(p, to, box);
+    }
+    if constexpr (C.store_warps()) {
+      __syncwarp();
+      release(shared.o_full(consumer));
+    }
+    return largest;
+  }
+
+  __device__ __forceinline__ uint32_t store_rows(const Work& done, int first) const {
+    uint32_t largest = 0;
+    const int r = first + warp * 16 + (lane >> 2);
+    T* const out = static_cast<T*>(p.forward.o.data) + done.head * p.forward.o.head +
+                   (done.q_begin + r) * p.forward.o.row + 2 * (lane & 3);
+#pragma unroll
+    for (int n = 0; n < C.head_dim / 8; ++n) {
+      const uint32_t upper = ptx::pack<T>(o[4 * n], o[4 * n + 1]), lower = ptx::pack<T>(o[4 * n + 2], o[4 * n + 3]);
+      largest = ptx::max_magnitude<T>(ptx::max_magnitude<T>(largest, upper), lower);
+      if (8 * n + 2 * (lane & 3) >= p.forward.head_dim_v) continue;
+      if (r < done.capacity_q) *reinterpret_cast<uint32_t*>(out + 8 * n) = upper;
+      if (r + 8 < done.capacity_q) *reinterpret_cast<uint32_t*>(out + 8 * n + 8 * p.forward.o.row) = lower;
+    }
+    return largest;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (C.ping_pong && consumer == C.consumers - 1) pass_turn();  // the first turn is the first consumer's
+    if (lane == 0) *shared.again(memory, consumer, warp) = -1;
+#pragma unroll
+    for (int n = 0; n < kO; ++n) o[n] = 0.f;
+    if (next_tile()) {
+      first_step();
+      while (true) {
+        // do, not for: a loop that might run zero times makes the compiler copy the accumulators.
+        int n = 1;
+        if (n < unmasked_steps) do {
+            step<false>(n);
+          } while (++n < unmasked_steps);
+        if (n < steps) do {
+            step<true>(n);
+          } while (++n < steps);
+        if constexpr (!C.q_in_registers) {  // all products with this Q are done
+          release(shared.q_empty(q.stage));
+          q.advance();
+        }
+        if (!next_tile()) break;
+        step_across();
+      }
+      last_step();
+    }
+    // All of O is on its way; what is written below must come after it.
+    if constexpr (C.store_warps()) {
+      ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
+      if (threadIdx.x % 128 == 0) shared.o_box(memory, consumer)->at[1] = -1;  // that was the last
+      __syncwarp();
+      release(shared.o_full(consumer));
+      if (*shared.again(memory, consumer, warp) >= 0) ptx::mbarrier_wait(shared.o_empty(consumer), o_parity ^ 1);
+    } else {
+      if (threadIdx.x % 128 == 0) ptx::tma_store_wait_all();
+      ptx::barrier_sync(5 + consumer, 128);
+    }
+    if (p.forward.sequence.packed_q) zero_unowned_rows();
+    compute_again();
+  }
+};
+
+}  // namespace tilewise::cuda
