@@ -1,6 +1,7 @@
-"""Every Python example runs as it stands; the documentation's Python blocks too."""
+"""Every Python example runs as it stands; the documentation's Python blocks too, and the training benchmark in its tiny form."""
 
 import glob
+import json
 import os
 import re
 import subprocess
@@ -32,6 +33,38 @@ def test_train_and_generate(tmp_path):
     assert float(last) < float(first) - 0.5
     done = run(os.path.join(EXAMPLES, "generate.py"), "--model", model, "--characters", "40")
     assert done.returncode == 0 and done.stdout.startswith("Call me"), done.stdout + done.stderr
+
+
+TRAINING = os.path.join(ROOT, "bench", "python", "train_gpt2.py")
+
+
+def test_training_end_to_end(tmp_path):
+    """The loss of Tilewise is eager's within rounding, falls, and a deterministic rerun ends in the same weights."""
+    path = str(tmp_path / "report.json")
+    done = run(TRAINING, "--tiny", "--output", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.load(open(path, encoding="utf-8"))
+    curves, repeat = report["curves"], report["repeat"]["Tilewise, deterministic"]
+    assert {"eager", "Tilewise", "SDPA flash"} <= set(curves) and all(len(c) == 60 for c in curves.values())
+    assert curves["Tilewise"][-1] < 0.75 * curves["Tilewise"][0]
+    assert max(abs(a - b) for a, b in zip(curves["Tilewise"], curves["eager"])) < 1e-4 and report["equal"]
+    assert repeat["identical"] and len(set(repeat["sha256"])) == 1
+    assert {(row["attention"], row["checkpointing"]) for row in report["steps"]} >= {("Tilewise", False), ("Tilewise", True)}
+
+
+def test_training_tells_another_attention(tmp_path):
+    """A scale one percent off is no rounding; and weights that were not trained alike have another hash."""
+    wrong = """
+import sys; sys.path.insert(0, %r)
+import train_gpt2 as t, tilewise.torch
+t.ATTENTION["Tilewise"] = (lambda q, k, v: tilewise.torch.attention(q, k, v, causal=True, softmax_scale=0.2525), None)
+sys.argv = ["train_gpt2.py", "--tiny", "--parts", "curves", "--output", %r]
+a, b = (t.curve("Tilewise, deterministic", t.TINY, "cpu", t.batches(t.text(), t.TINY, n, "cpu"))[1] for n in (2, 3))
+assert a.weights_hash() != b.weights_hash()
+sys.exit(t.main())
+"""
+    done = run("-c", wrong % (os.path.dirname(TRAINING), str(tmp_path / "report.json")))
+    assert done.returncode == 1 and "the loss of Tilewise is not that of eager attention" in done.stdout, done.stdout + done.stderr
 
 
 PAGES = sorted(glob.glob(os.path.join(ROOT, "docs", "integrations", "*.md")))
