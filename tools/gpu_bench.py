@@ -3,7 +3,9 @@
 
 Every implementation of a cell is captured in a CUDA graph of several calls; the graphs are replayed in turn, round after
 round, so that clock and power drift hit all alike, and the median round counts. Inputs are random normal. The ceilings, a
-matrix product and a copy, are measured in the same run. `ratio` is Tilewise's speed over the best peer's.
+matrix product and a copy, are measured in the same run. `ratio` is Tilewise's speed over the best peer's; on an H200 `fa3` is
+its speed over FlashAttention-3's figure from bench/cases/fa3_h200.json, scaled by this run's matrix product. `sm80`: the rows
+for every GPU since Ampere, in the same turns.
 
     PYTHONPATH=python TILEWISE_LIBRARY=build/src/libtilewise.so python3 tools/gpu_bench.py [--quick] [--only REGEX]
 """
@@ -22,6 +24,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = ("bf16", "f16", "f32")
 TOKENS, WIDTH = 16384, 2048  # batch * length and heads * head_dim of the grid
 PEERS = ("cudnn", "flash", "efficient")
+EXTRAS = ("over_best", "over_fa3", "sm80_over_flash", "kept")  # further ratios of a cell, where it has them
 
 
 def skip(reason):
@@ -109,6 +112,8 @@ def implementations(c, torch, tilewise):
         found["tilewise/plain"] = ours(dropout=0.0)
     if c["deterministic"]:
         found["tilewise/plain"] = ours(deterministic=False)
+    if c["group"] == "grid" and c["sq"] >= 1024:
+        found["tilewise/sm80"] = Sm80(c["causal"], tilewise)
     backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
                 "efficient": SDPBackend.EFFICIENT_ATTENTION}  # fmt: skip
     for name, backend in backends.items():
@@ -118,6 +123,21 @@ def implementations(c, torch, tilewise):
             continue  # takes equal heads only
         found[name] = peer(backend)
     return found
+
+
+class Sm80:
+    """The rows that take every problem on every GPU, where the table has a faster one."""
+
+    def __init__(self, causal, tilewise):
+        self.causal, self.tilewise = causal, tilewise
+
+    def __call__(self, q, k, v):
+        return self.tilewise.attention(q, k, v, causal=self.causal, kernel="forward_sm80")
+
+    def backward(self, q, k, v, dout):
+        """call() of the backward pass alone: autograd would take the first row of the table."""
+        o, lse = self.tilewise.attention(q, k, v, causal=self.causal, return_lse=True, kernel="forward_sm80")
+        return lambda _: self.tilewise.attention_backward(dout, q, k, v, o, lse, causal=self.causal, kernel="backward_sm80")
 
 
 class Timed:
@@ -158,6 +178,8 @@ def prepare(c, torch, function, sets, deterministic_torch):
     if c["pass"] == "fwd":
         return lambda n: function(*sets[n % len(sets)][:3])
     q, k, v, dout = sets[0]
+    if isinstance(function, Sm80):
+        return function.backward(q, k, v, dout)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         o = function(*leaves)
@@ -234,6 +256,8 @@ def measure(c, torch, tilewise, seconds):
             result["difference"] = max(
                 ((x - y).abs().max() / y.abs().max().clamp_min(1e-6)).item()
                 for x, y in zip(first["tilewise"], first[result["best_peer"]]))  # fmt: skip
+    if "tilewise/sm80" in timed and "flash" in timed:
+        result["sm80_over_flash"] = round(result["results"]["flash"]["ms"] / result["results"]["tilewise/sm80"]["ms"], 4)
     if "tilewise/plain" in timed:
         result["kept"] = round(result["results"]["tilewise/plain"]["ms"] / result["results"]["tilewise"]["ms"], 4)
     return result
@@ -250,6 +274,24 @@ def kernel_of(c, tilewise):
         return tilewise.plan(text).kernel
     except Exception as error:  # noqa: BLE001
         return "none"
+
+
+def fa3_scale(gpu, ceilings_):
+    """FlashAttention-3's figures and this run's speed over that of theirs; None on another GPU."""
+    with open(os.path.join(ROOT, "bench", "cases", "fa3_h200.json")) as file:
+        figures = json.load(file)
+    return (figures, ceilings_["matmul_bf16_tflops"] / figures["matmul_bf16_tflops"]) if gpu == figures["gpu"] else None
+
+
+def add_fa3(r, fa3):
+    if fa3 is None or r["group"] != "grid" or r["dtype"] != "bf16" or "tilewise" not in r["results"]:
+        return
+    figures, scale = fa3
+    row = figures["tflops"].get("%s d%d %s" % (r["pass"], r["d"], "causal" if r["causal"] else "full"))
+    if row and r["sq"] in figures["lengths"]:
+        r["fa3_tflops_scaled"] = round(row[figures["lengths"].index(r["sq"])] * scale, 1)
+        r["over_fa3"] = round(r["results"]["tilewise"]["tflops"] / r["fa3_tflops_scaled"], 4)
+        r["over_best"] = min(r["over_fa3"], r.get("ratio", r["over_fa3"]))
 
 
 def ceilings(torch):
@@ -282,13 +324,17 @@ def ceilings(torch):
 
 def line(r):
     text = "%-52s" % r["name"]
-    for name in ("tilewise", "tilewise/plain") + PEERS:
+    for name in ("tilewise", "tilewise/plain", "tilewise/sm80") + PEERS:
         if name in r["results"]:
             row = r["results"][name]
             speed = "%4.0f GB/s %6.1f us" % (row["gb_s"], row["ms"] * 1e3) if "gb_s" in row else "%5.0f" % row["tflops"]
             text += "  %s %s%s" % (name.replace("tilewise", "tw"), speed, "" if row["graph"] else "*")
     if "ratio" in r:
         text += "  ratio %.3f" % r["ratio"]
+    if "over_fa3" in r:
+        text += "  fa3 %.3f" % r["over_fa3"]
+    if "sm80_over_flash" in r:
+        text += "  sm80/flash %.3f" % r["sm80_over_flash"]
     if "kept" in r:
         text += "  kept %.3f" % r["kept"]
     if r.get("difference", 0) > 0.05:
@@ -305,7 +351,7 @@ def geomean(values):
 
 
 def summary(rows):
-    """Geometric means of the ratios by group, pass, element type and head dim; against FA2 and efficient alone, too."""
+    """Geometric means of the ratios by group, pass, element type and head dim; against each peer alone, too."""
     found = {}
     for r in rows:
         if "ratio" not in r:
@@ -313,14 +359,16 @@ def summary(rows):
         ours = r["results"]["tilewise"]["ms"]
         keys = ["%s %s" % (r["group"], r["pass"]), "%s %s %s d%d" % (r["group"], r["pass"], r["dtype"], r["d"])]
         for key in keys:
-            entry = found.setdefault(key, {"best": [], "kept": [], **{n: [] for n in PEERS}})
+            entry = found.setdefault(key, {"best": [], "worst": [], **{n: [] for n in EXTRAS + PEERS}})
             entry["best"].append(r["ratio"])
-            if "kept" in r:
-                entry["kept"].append(r["kept"])
+            entry["worst"].append(r.get("over_best", r["ratio"]))
+            for name in EXTRAS:
+                if name in r:
+                    entry[name].append(r[name])
             for name in PEERS:
                 if name in r["results"]:
                     entry[name].append(r["results"][name]["ms"] / ours)
-    return {key: {**{n: geomean(v) for n, v in entry.items() if v}, "cells": len(entry["best"]), "worst": min(entry["best"])}
+    return {key: {**{n: geomean(v) for n, v in entry.items() if v}, "cells": len(entry["best"]), "worst": min(entry["worst"])}
             for key, entry in sorted(found.items())}  # fmt: skip
 
 
@@ -399,10 +447,12 @@ def main():
     }  # fmt: skip
     print("%s, torch %s, cuDNN %s; ceilings %s" % (report["gpu"], torch.__version__, report["cudnn"], report["ceilings"]))
     print("TFLOP/s; * = not in a graph; ratio: to the best peer", flush=True)
+    fa3 = fa3_scale(report["gpu"], report["ceilings"])
     seconds = arguments.seconds or (0.06 if arguments.quick else 0.15)
     for c in cells:
         r = measure(c, torch, tilewise, seconds)
         r["kernel"] = kernel_of(c, tilewise)
+        add_fa3(r, fa3)
         report["cells"].append(r)
         print(line(r), flush=True)
         torch.cuda.empty_cache()

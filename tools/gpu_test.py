@@ -32,7 +32,8 @@ RACES_BACKWARD = r"sq=113 sk=203 d=64 causal$|b=1 hq=2 sq=133 sk=150 d=128( |$)|
 
 def parts(options):
     """(name, command, environment): the long ones first."""
-    program = {n: os.path.join(options.build, "tests", "cuda", "tilewise_cuda_" + n) for n in ("rows_test", "calls_test")}
+    program = {n: os.path.join(options.build, "tests", "cuda", "tilewise_cuda_" + n) 
+               for n in ("rows_test", "calls_test", "backward_repeat", "sm90_forward", "sm90_ptx")}  # fmt: skip
     found = []
     python = {"TILEWISE_TEST_DEVICE": "cuda", "TILEWISE_LIBRARY": os.path.join(options.build, "src", "libtilewise.so"),
               "PYTHONPATH": os.path.join(ROOT, "python"), "TILEWISE_TEST_THREADS": "1"}  # fmt: skip
@@ -50,6 +51,11 @@ def parts(options):
             for which, batch in (("one", " b=1 "), ("many", " b=[^1]")):
                 found.append(("rows %s %s %s" % (pass_, dtype, which), [program["rows_test"], pass_, " %s%s" % (dtype, batch)], {}))
     found.append(("calls", [program["calls_test"]], {}))
+    found.append(("deterministic repeats", [program["backward_repeat"]], {}))
+    if os.path.exists(program["sm90_forward"]):
+        found.append(("sm90 forward", [program["sm90_forward"], "check"], {}))
+        found.append(("sm90 forward repeats", [program["sm90_forward"], "repeat", "500"], {}))
+        found.append(("sm90 instructions", [program["sm90_ptx"]], {}))
     for n in range(2):
         found.append(("random %d" % n, [program["rows_test"], "random", "%g" % options.random_seconds, str(options.seed + n)], {}))
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"

@@ -25,7 +25,7 @@ int run(int repeats) {
     std::printf("SKIPPED: no GPU of compute capability 8.0 or more\n");
     return 0;
   }
-  int failed = 0;
+  int cases = 0, failed = 0;
   cudaStream_t busy;
   check_cuda(cudaStreamCreateWithFlags(&busy, cudaStreamNonBlocking), "stream");
   void* scratch = nullptr;
@@ -62,9 +62,10 @@ int run(int repeats) {
       }
     }
     std::printf("%s %s: %s, %d runs, %d outputs differ\n", differ ? "FAIL" : "ok  ", text, row->name, repeats, differ);
-    failed += differ > 0;
+    ++cases, failed += differ > 0;
   }
   cudaFree(scratch);
+  std::printf("%d cases, %d failed\n", cases, failed);
   return failed != 0;
 }
 

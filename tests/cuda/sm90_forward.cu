@@ -266,7 +266,7 @@ bool check(const Device& d, const Case& c) {
   // P and o are rounded once each: relative 2^-9 / sqrt(3) twice in bfloat16, 2^-12 in float16.
   const double tolerance = p.dtype == TW_BFLOAT16 ? 4e-3 : 6e-4;
   const bool ok = error < tolerance && out[3] < 1e-5 && nans == 0 && different == 0 && guarded;
-  std::printf("%-4s %-78s x%-4g fill %d  o %.2e max %.2e lse %.1e nan %llu again %llu%s%s\n", ok ? "ok" : "BAD", c.text, c.scale,
+  std::printf("%-4s %-78s x%-4g fill %d  o %.2e max %.2e lse %.1e nan %llu again %llu%s%s\n", ok ? "ok" : "FAIL", c.text, c.scale,
               c.fill, error, out[2], out[3], nans, marks, different ? " NOT REPEATABLE" : "", guarded ? "" : " WROTE PAST o");
   std::fflush(stdout);
   return ok;
@@ -341,7 +341,7 @@ int check_all(const Device& d, const char* which) {
   if (std::strstr(which, "128")) for (const Case& c : kCases) run(c);
   if (std::strstr(which, "64")) for (const Case& c : kCases64) run(c);
   if (std::strstr(which, "256")) for (const Case& c : kCases256) run(c);
-  std::printf("%d of %d cases bad\n", bad, count);
+  std::printf("%d cases, %d failed\n", count, bad);
   return bad != 0;
 }
 
@@ -351,7 +351,7 @@ __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsig
 }
 
 int repeat(const Device& d, int times) {
-  int bad = 0;
+  int count = 0, bad = 0;
   for (const char* text : {"fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=128 causal", "fwd bf16 cuda b=2 hq=16 hk=4 sq=1000 sk=1111 d=128 no_lse",
                            "fwd bf16 cuda b=2 hq=32 sq=1024 sk=1024 d=64 causal no_lse", "fwd bf16 cuda b=1 hq=8 sq=700 sk=8192 d=64",
                            "fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=64", "fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=256 causal"}) {
@@ -369,9 +369,10 @@ int repeat(const Device& d, int times) {
     }
     unsigned long long found = 0;
     MUST(cudaMemcpy(&found, d.found, 8, cudaMemcpyDeviceToHost));
-    bad += found != 0;
-    std::printf("%-4s %s: %d repeats, %llu words differ\n", found ? "BAD" : "ok", text, times, found);
+    ++count, bad += found != 0;
+    std::printf("%-4s %s: %d repeats, %llu words differ\n", found ? "FAIL" : "ok", text, times, found);
   }
+  std::printf("%d cases, %d failed\n", count, bad);
   return bad != 0;
 }
 

@@ -20,7 +20,7 @@ namespace {
 using namespace tilewise;
 using cuda::Panels;
 
-int failures = 0;
+int checks = 0, failures = 0;
 
 void must(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -30,8 +30,8 @@ void must(cudaError_t error, const char* what) {
 #define MUST(call) must(call, #call)
 
 void expect(bool good, const char* what, int n) {
-  if (!good) ++failures;
-  std::printf("%-4s %s %d\n", good ? "ok" : "BAD", what, n);
+  ++checks, failures += !good;
+  std::printf("%-4s %s %d\n", good ? "ok" : "FAIL", what, n);
 }
 
 enum Form { kShared, kRegisters, kRegistersTransposed };
@@ -225,6 +225,6 @@ int main() {
   round_trip<<<1, 32>>>(wrong);
   MUST(cudaMemcpy(&host, wrong, 4, cudaMemcpyDeviceToHost));
   expect(host == 0, "stmatrix, ldmatrix", 4);
-  std::printf("%d failures\n", failures);
+  std::printf("%d cases, %d failed\n", checks, failures);
   return failures != 0;
 }
