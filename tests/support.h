@@ -21,11 +21,11 @@ inline tw_problem problem_of(const std::string& text) {
   return problem;
 }
 
-// Names of the CPU's rows that take the problem on this machine.
+// Names of the rows under test that take the problem.
 inline std::vector<std::string> rows_for(const tw_problem& problem) {
   std::vector<std::string> names;
   for (const tw_kernel_info& kernel : kernels())
-    if (kernel.available && kernel.backend != TW_BACKEND_CUDA && takes(kernel.name, problem, nullptr)) names.push_back(kernel.name);
+    if (under_test(kernel) && takes(kernel.name, problem, nullptr)) names.push_back(kernel.name);
   return names;
 }
 inline std::vector<std::string> rows_for(const std::string& text) { return rows_for(problem_of(text)); }

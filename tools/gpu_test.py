@@ -3,8 +3,8 @@
 
     tools/gpu_test.py --build build-cuda [--python PYTHON] [--seconds 480] [--only REGEX] [--log FILE]
 
-Parts: the rows on the case matrix against float64, random problems, calls (repeats, graphs, streams, failed launches), the
-Python tests on CUDA tensors, and a subset of the cases under compute-sanitizer where it exists.
+Parts: the rows on the case matrix and on the lines of tests/cases against float64, random problems, the contract tests if they
+were built, calls (repeats, graphs, streams, failed launches), the Python tests on CUDA tensors, and a subset of the cases under compute-sanitizer where it exists.
 """
 
 import argparse
@@ -46,10 +46,19 @@ def parts(options):
             junit = os.path.join(options.work, "python-%s.xml" % name)
             if name not in ("numpy", "package", "examples", "validation"):
                 found.append(("python " + name, [options.python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--junitxml", junit, path], python))
+    few = {"TILEWISE_NUM_THREADS": "2"}  # for the oracle: the parts run side by side
     for pass_ in ("backward", "forward"):
         for dtype in ("f32", "bf16", "f16"):
-            for which, batch in (("one", " b=1 "), ("many", " b=[^1]")):
-                found.append(("rows %s %s %s" % (pass_, dtype, which), [program["rows_test"], pass_, " %s%s" % (dtype, batch)], {}))
+            for batch in ("1", "2", "[^12]"):
+                name = "rows %s %s, batch %s" % (pass_, dtype, batch.replace("[^12]", "other"))
+                found.append((name, [program["rows_test"], pass_, " %s +b=%s " % (dtype, batch)], few))
+    for pass_ in ("bwd", "fwd"):
+        for dtype in ("f32", "bf16", "f16"):
+            found.append(("cases %s %s" % (pass_, dtype), [program["rows_test"], "cases", "^%s %s " % (pass_, dtype)], few))
+    contract = os.path.join(options.build, "tests", "tilewise_contract_tests")
+    if os.path.exists(contract):  # with GoogleTest
+        junit = os.path.join(options.work, "contract.xml")
+        found.append(("contract", [contract, "--gtest_brief=1", "--gtest_output=xml:" + junit], {"TILEWISE_TEST_BACKEND": "cuda", **few}))
     found.append(("calls", [program["calls_test"]], {}))
     found.append(("deterministic repeats", [program["backward_repeat"]], {}))
     if os.path.exists(program["sm90_forward"]):
@@ -57,7 +66,7 @@ def parts(options):
         found.append(("sm90 forward repeats", [program["sm90_forward"], "repeat", "500"], {}))
         found.append(("sm90 instructions", [program["sm90_ptx"]], {}))
     for n in range(2):
-        found.append(("random %d" % n, [program["rows_test"], "random", "%g" % options.random_seconds, str(options.seed + n)], {}))
+        found.append(("random %d" % n, [program["rows_test"], "random", "%g" % options.random_seconds, str(options.seed + n)], few))
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         for pass_, cases in SANITIZED.items():
@@ -66,7 +75,7 @@ def parts(options):
             if not os.path.exists(sanitizer):
                 found.append((name, None, "compute-sanitizer is not installed"))
             else:
-                found.append((name, [sanitizer, "--tool", tool, "--error-exitcode", "86", program["rows_test"], pass_, " (bf16|f32) ", cases], {}))
+                found.append((name, [sanitizer, "--tool", tool, "--error-exitcode", "86", program["rows_test"], pass_, " (bf16|f32) ", cases], few))
     return [p for p in found if re.search(options.only, p[0])]
 
 
@@ -92,7 +101,7 @@ def run(part, options, deadline):
 def count(part, code, text):
     """Passed, failed and skipped of one part, and the lines worth showing."""
     name, command, _ = part
-    junit = next((w for w in command if w.endswith(".xml")), None)
+    junit = next((w.removeprefix("--gtest_output=xml:") for w in command if w.endswith(".xml")), None)
     if "Device not supported" in text or "no longer supported" in text:
         return {"passed": 0, "failed": 0, "skipped": 1, "text": "compute-sanitizer does not work on this machine"}
     if junit is None and re.search("^SKIPPED", text, re.M):

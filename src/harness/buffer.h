@@ -75,6 +75,7 @@ class Buffer {
   bool same_elements(const Buffer& other, int64_t* first_bad) const;  // bit for bit, whatever the layouts
 
   const Bytes& bytes() const { return bytes_; }  // guards included
+  void* allocation() { return bytes_.data(); }
   void restore(const Bytes& bytes);
 
  private:

@@ -23,6 +23,7 @@ struct CheckRequest {
   int threads = 0;               // 0 = the library's default
   bool float32_outputs = false;  // see InputOptions
   bool float32_o = false;
+  bool nan_rows = false;
   bool run_twice = true;
 };
 

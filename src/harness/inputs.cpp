@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "harness/gpu.h"
+
 namespace tilewise::harness {
 namespace {
 
@@ -52,6 +54,11 @@ std::vector<Inputs::Named> Inputs::outputs() {
   if (problem_.pass == TW_FORWARD) all = {{"o", &o}, {"lse", &lse}, {"max_logit", &max_logit}, {"dropout_mask", &dropout_mask}};
   std::erase_if(all, [](const Named& named) { return !named.buffer->exists(); });
   return all;
+}
+
+void Inputs::add_to(GpuTensors* there) {
+  for (const auto& list : {inputs(), outputs()})
+    for (const Named& named : list) there->add(named.buffer->tensor(), named.buffer->allocation(), named.buffer->bytes().size());
 }
 
 void Inputs::poison_outputs() {

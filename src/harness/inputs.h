@@ -14,6 +14,8 @@
 
 namespace tilewise::harness {
 
+class GpuTensors;
+
 enum class InputKind {
   kGaussian,  // N(0, 1)
   kPeaked,    // q, k from N(0, 9): one key dominates
@@ -35,6 +37,7 @@ struct InputOptions {
   uint64_t seed = 1;
   Layout layout = Layout::kContiguous;
   Dead dead = Dead::kNan;        // kZero makes the twin that the others must equal bit for bit
+  bool nan_rows = false;         // NaN or inf in a few whole rows, which some queries see and others need not
   bool float32_outputs = false;  // o of the forward pass and the gradients in float32, whatever q is
   bool float32_o = false;        // o and dout of the backward pass in float32
 };
@@ -69,6 +72,7 @@ class Inputs {
   std::vector<Named> outputs();  // those that exist; k and v not among them
   bool appends() const { return k_new.exists() && k_new.size() + v_new.size() > 0; }
   void poison_outputs();
+  void add_to(GpuTensors* there);  // copies of everything, with the guards
 
   // The backward pass takes o and lse of this forward problem.
   tw_problem forward_problem() const;

@@ -31,6 +31,7 @@ class InputMaker {
     if (p.k_layout == TW_PAGED && !pages(error)) return TW_INVALID_ARGUMENT;
     mark_rows();
     vectors();
+    if (options.nan_rows) nan_rows();
     if (has(p, TW_HAS_BIAS)) bias();
     options_tensors();
     if (p.rotary_dim > 0) rotary();
@@ -293,6 +294,23 @@ class InputMaker {
       }
       in.o = input(o_dtype, query_shape(p.head_dim_v));
       in.lse = input(TW_FLOAT32, lse_shape(), false);
+    }
+  }
+
+  // Keys 5 and the last NaN, value 40 infinite; backward: query 3 and the gradient of row 7 NaN. Of the first sequence.
+  void nan_rows() {
+    const auto put = [](Buffer& x, int64_t row, double value) {
+      for (int64_t c = 0; c < x.row_size(); ++c) x.set(row * x.row_size() + c, value);
+    };
+    const Lengths& e = entry(0);
+    for (int64_t h = 0; h < p.num_heads_k; ++h) {
+      for (const int64_t j : {int64_t{5}, e.seqlen_k - 1})
+        if (j >= 0 && j < e.seqlen_k) put(in.k, in.k_row(0, j + e.leftpad, h), NAN), put(in.v, in.k_row(0, j + e.leftpad, h), NAN);
+      if (e.seqlen_k > 41) put(in.v, in.k_row(0, 40 + e.leftpad, h), INFINITY);
+    }
+    for (int64_t h = 0; p.pass == TW_BACKWARD && h < p.num_heads_q; ++h) {
+      if (e.seqlen_q > 3) put(in.q, in.q_row(0, 3, h), NAN);
+      if (e.seqlen_q > 7) put(in.dout, in.q_row(0, 7, h), NAN);
     }
   }
 

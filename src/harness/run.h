@@ -14,6 +14,13 @@ bool parse_problem(const std::string& text, tw_problem* problem, std::string* er
 // All rows of tw_kernel_at.
 std::vector<tw_kernel_info> kernels();
 
+// Is the row one that tests take: one that this machine can run; TILEWISE_TEST_BACKEND=cuda: only those of the GPU, =cpu: only
+// the others.
+bool under_test(const tw_kernel_info& row);
+
+// The problem where the row computes: of tensors on the GPU for a CUDA row, on the CPU for the others; "": as it is.
+tw_problem on_device_of(const std::string& kernel, tw_problem problem);
+
 // Does the row take the problem, here and now? If not, why.
 bool takes(const std::string& kernel, const tw_problem& problem, std::string* reason);
 
@@ -23,6 +30,7 @@ struct RunResult {
   std::string kernel;        // the row that ran
   double seconds = 0;
   bool workspace_ok = true;  // nothing was written behind the workspace
+  bool on_gpu = false;       // inputs and outputs were copied there and back, guards included
 };
 
 // kernel "" = the one that the plan chooses. Outputs are poisoned first.

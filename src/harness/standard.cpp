@@ -56,7 +56,7 @@ class Standard {
   static constexpr Real kNone = -static_cast<Real>(INFINITY);
 
   static void raise(double* value, double to) {
-    if (to > *value) *value = to;
+    if (to > *value && std::isfinite(to)) *value = to;
   }
   static double largest(const Matrix& x) {
     double most = 0;

@@ -5,7 +5,7 @@
 #include <cstdio>
 
 #include "conformance/cases.h"
-#include "harness/check.h"
+#include "support.h"
 
 namespace tilewise {
 namespace {
@@ -18,7 +18,7 @@ void check_rows(const std::string& problem, int pass, size_t turn) {
   const auto other_layout = static_cast<Layout>(turn % kNumLayouts);
   for (const bool second : {false, true})
     for (const tw_kernel_info& kernel : kernels()) {
-      if (!kernel.available || kernel.backend == TW_BACKEND_CUDA || (kernel.pass != -1 && kernel.pass != pass)) continue;
+      if (!under_test(kernel) || (kernel.pass != -1 && kernel.pass != pass)) continue;
       CheckRequest request;
       request.problem = problem;
       request.kernel = kernel.name;

@@ -4,13 +4,10 @@
 
 #include <cstdlib>
 #include <string>
-#include <vector>
 
-#include "row_run.h"
-#include "core/problem.h"
-#include "cuda/backend.h"
+#include "session.h"
 
-namespace tilewise::cuda_test {
+namespace tilewise {
 namespace {
 
 const char* const kProblems[] = {
@@ -21,55 +18,27 @@ const char* const kProblems[] = {
 };
 
 int run(int repeats) {
-  if (cuda_kernels().empty() || !cuda_kernels().back().available()) {
-    std::printf("SKIPPED: no GPU of compute capability 8.0 or more\n");
+  if (const std::string missing = gpu_missing(); !missing.empty()) {
+    std::printf("SKIPPED: no GPU: %s\n", missing.c_str());
     return 0;
   }
   int cases = 0, failed = 0;
   cudaStream_t busy;
   check_cuda(cudaStreamCreateWithFlags(&busy, cudaStreamNonBlocking), "stream");
-  void* scratch = nullptr;
-  constexpr size_t kScratch = size_t{64} << 20;
-  check_cuda(cudaMalloc(&scratch, kScratch), "scratch");
-  for (const char* text : kProblems) {
-    tw_problem p;
-    if (Status s = parse(text, &p); !s.ok()) return std::printf("%s\n", s.message().c_str()), 1;
-    const KernelRow* row = nullptr;
-    for (const KernelRow& candidate : cuda_kernels())
-      if (row == nullptr && candidate.pass == TW_BACKWARD && candidate.available() && candidate.refusal(p).empty()) row = &candidate;
-    // o and lse need not belong to q, k and v here: they only have to be the same each time. lse of 8 keeps P small.
-    Inputs in(p, LayoutKind::kContiguous, 7, 1);
-    for (int64_t n = 0; n < in.lse.count(); ++n) in.lse.set(n, 8);
-    for (int64_t n = 0; n < in.o.count(); ++n) in.o.set(n, static_cast<double>(n % 17) / 16 - 0.5);
-    in.upload();
-    const tw_tensors tensors = in.tensors(true);
-    Plan plan;
-    if (row == nullptr || !plan_row(*row, p, &plan).ok()) return std::printf("%s: no plan\n", text), 1;
-    const Workspace workspace(plan.workspace_bytes);
-    Mirror* const gradients[] = {&in.dq, &in.dk, &in.dv};
-    std::vector<uint8_t> first[3];
-    int differ = 0;
-    for (int n = 0; n < repeats; ++n) {
-      check_cuda(cudaMemsetAsync(scratch, n, kScratch / (1 + n % 7), busy), "busy");
-      if (Status s = row->run(plan, tensors, workspace.data(), nullptr); !s.ok()) return std::printf("%s\n", s.message().c_str()), 1;
-      check_cuda(cudaDeviceSynchronize(), "kernel");
-      for (int g = 0; g < 3; ++g) {
-        auto bytes = gradients[g]->download();
-        if (n == 0)
-          first[g] = std::move(bytes);
-        else
-          differ += bytes != first[g];
-      }
+  const GpuMemory scratch(size_t{64} << 20);
+  for (const char* text : kProblems)
+    for (const Session::Case& c : Session::cases(text)) {
+      Session session(c, 7);
+      const int differ = session.differing_repeats(
+          repeats, [&](int n) { check_cuda(cudaMemsetAsync(scratch.data(), n, scratch.size() / (1 + n % 7), busy), "busy"); });
+      std::printf("%s %s: %d runs, %d differ\n", differ ? "FAIL" : "ok  ", session.name().c_str(), repeats, differ);
+      ++cases, failed += differ > 0;
     }
-    std::printf("%s %s: %s, %d runs, %d outputs differ\n", differ ? "FAIL" : "ok  ", text, row->name, repeats, differ);
-    ++cases, failed += differ > 0;
-  }
-  cudaFree(scratch);
   std::printf("%d cases, %d failed\n", cases, failed);
   return failed != 0;
 }
 
 }  // namespace
-}  // namespace tilewise::cuda_test
+}  // namespace tilewise
 
-int main(int argc, char** argv) { return tilewise::cuda_test::run(argc > 1 ? std::atoi(argv[1]) : 500); }
+int main(int argc, char** argv) { return tilewise::run(argc > 1 ? std::atoi(argv[1]) : 500); }

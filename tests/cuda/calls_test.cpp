@@ -2,12 +2,11 @@
 // streams at once, and a failed launch that is reported once and then forgotten. Skips where there is no GPU.
 #include <cuda_runtime.h>
 
-#include <memory>
+#include <cstdio>
 
-#include "cuda/backend.h"
-#include "row_run.h"
+#include "session.h"
 
-namespace tilewise::cuda_test {
+namespace tilewise {
 namespace {
 
 int failures = 0, checks = 0;
@@ -37,105 +36,47 @@ const char* const kProblems[] = {
     "bwd DTYPE b=7 hq=4 hk=1 sq=200 sk=210 d=64 packed_q=900 packed_k=800 causal deterministic",
 };
 
-struct Case {
-  const KernelRow* row;
-  tw_problem problem;
-  std::string name;
-};
-
-std::vector<Case> all_cases() {
-  std::vector<Case> cases;
-  for (const KernelRow& row : cuda_kernels())
-    for (const char* dtype : {"bf16", "f16", "f32"})
-      for (std::string text : kProblems) {
-        text.replace(text.find("DTYPE"), 5, dtype);
-        tw_problem p;
-        if (Status s = parse(text, &p); !s.ok()) {
-          expect(false, s.message());
-          continue;
-        }
-        if (row.pass == p.pass && row.available() && row.refusal(p).empty()) cases.push_back({&row, p, std::string(row.name) + " \"" + text + "\""});
-      }
+std::vector<Session::Case> all_cases() {
+  std::vector<Session::Case> cases;
+  for (const char* dtype : {"bf16", "f16", "f32"})
+    for (std::string text : kProblems) {
+      text.replace(text.find("DTYPE"), 5, dtype);
+      for (const Session::Case& c : Session::cases(text)) cases.push_back(c);
+    }
   return cases;
 }
 
-// Inputs on the device, and the results of a run as bytes.
-struct Session {
-  Inputs in;
-  Plan plan;
-  std::unique_ptr<Workspace> workspace;
+void must_run(const Session& session, cudaStream_t stream) {
+  const tw_status status = session.run(stream);
+  if (status != TW_OK) expect(false, session.name() + ": " + tw_last_error());
+}
 
-  explicit Session(const Case& c, unsigned seed = 1) : in(c.problem, LayoutKind::kContiguous, seed, 1, false) {
-    if (c.problem.pass == TW_BACKWARD) {  // o and lse: any values of the right size do
-      for (int64_t n = 0; n < in.o.count(); ++n) in.o.set(n, 0.01 * static_cast<double>(n % 7));
-      for (int64_t n = 0; n < in.lse.count(); ++n) in.lse.set(n, 5);
-    }
-    in.upload();
-    if (Status s = plan_row(*c.row, c.problem, &plan); !s.ok()) std::printf("%s\n", s.message().c_str()), std::exit(1);
-    workspace = std::make_unique<Workspace>(plan.workspace_bytes);
-  }
-  std::vector<Mirror*> outputs() {
-    std::vector<Mirror*> found;
-    if (plan.problem.pass == TW_BACKWARD)
-      found = {&in.dq, &in.dk, &in.dv, &in.dbias, &in.dalibi, &in.dsink};
-    else
-      found = {&in.o, &in.lse, &in.max_logit, &in.mask_out};
-    std::erase_if(found, [](const Mirror* m) { return !m->exists; });
-    return found;
-  }
-  Status run(cudaStream_t stream) { return plan.row->run(plan, in.tensors(true), workspace->data(), stream); }
-  void must_run(cudaStream_t stream) {
-    if (Status s = run(stream); !s.ok()) expect(false, concat(plan.row->name, " ", format(plan.problem), ": ", s.message()));
-  }
-  std::vector<std::vector<uint8_t>> results() {
-    std::vector<std::vector<uint8_t>> bytes;
-    for (const Mirror* m : outputs()) bytes.push_back(m->download());
-    return bytes;
-  }
-  void poison() {
-    for (Mirror* m : outputs()) check_cuda(cudaMemset(m->device + m->begin, 0xee, static_cast<size_t>(m->count() * dtype_size(m->tensor.dtype))), "poison");
-  }
-};
-
-void repeats(const std::vector<Case>& cases) {
-  for (const Case& c : cases) {
+void repeats(const std::vector<Session::Case>& cases) {
+  for (const Session::Case& c : cases) {
     Session session(c);
-    std::vector<std::vector<uint8_t>> first;
-    int differ = 0;
-    for (int n = 0; n < 200; ++n) {
-      session.poison();
-      const Status s = session.run(nullptr);
-      if (!s.ok()) {
-        expect(false, c.name + ": " + s.message());
-        break;
-      }
-      auto bytes = session.results();
-      if (n == 0)
-        first = std::move(bytes);
-      else
-        differ += bytes != first;
-    }
-    expect(differ == 0, c.name + ": " + std::to_string(differ) + " of 199 repeats differ from the first");
-    expect(session.workspace->guard_intact(), c.name + ": wrote behind its workspace");
+    const int differ = session.differing_repeats(200, [](int) {});
+    expect(differ == 0, session.name() + ": " + std::to_string(differ) + " of 199 repeats differ from the first, or failed");
+    expect(session.guard_intact(), session.name() + ": wrote behind its workspace");
   }
 }
 
 // In the strictest capture mode: an allocation or a synchronisation inside run() would be an error.
-void graphs(const std::vector<Case>& cases) {
+void graphs(const std::vector<Session::Case>& cases) {
   cudaStream_t stream;
   check_cuda(cudaStreamCreate(&stream), "stream");
-  for (const Case& c : cases) {
+  for (const Session::Case& c : cases) {
     Session session(c);
-    session.must_run(stream);  // modules load at the first launch
+    must_run(session, stream);  // modules load at the first launch
     check_cuda(cudaStreamSynchronize(stream), "first run");
     const auto want = session.results();
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t executable = nullptr;
     check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-    const Status status = session.run(stream);
+    const tw_status status = session.run(stream);
+    const std::string words = status == TW_OK ? "" : tw_last_error();
     const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
-    expect(status.ok() && ended == cudaSuccess, c.name + ": capture: " + status.message() + " " + cudaGetErrorName(ended));
-    if (!status.ok() || ended != cudaSuccess) {
+    expect(status == TW_OK && ended == cudaSuccess, session.name() + ": capture: " + words + " " + cudaGetErrorName(ended));
+    if (status != TW_OK || ended != cudaSuccess) {
       cudaGetLastError();
       continue;
     }
@@ -144,19 +85,19 @@ void graphs(const std::vector<Case>& cases) {
       session.poison();
       check_cuda(cudaGraphLaunch(executable, stream), "replay");
       check_cuda(cudaStreamSynchronize(stream), "replay");
-      expect(session.results() == want, c.name + ": replay " + std::to_string(n) + " differs from the direct call");
+      expect(session.results() == want, session.name() + ": replay " + std::to_string(n) + " differs from the direct call");
     }
-    if (session.in.rng.exists) {  // new state in device memory: the same graph draws another mask
-      static_cast<int64_t*>(session.in.rng.tensor.data)[1] += 1;
-      session.in.rng.upload();
+    if (Buffer& rng = session.inputs().rng_state; rng.exists()) {  // new state in device memory: the same graph draws another mask
+      rng.set(1, rng.get(1) + 1);
+      session.poison();
       check_cuda(cudaGraphLaunch(executable, stream), "replay");
       check_cuda(cudaStreamSynchronize(stream), "replay");
       const auto other = session.results();
-      expect(other != want, c.name + ": new rng_state, the same results");
+      expect(other != want, session.name() + ": new rng_state, the same results");
       session.poison();
-      session.must_run(stream);
+      must_run(session, stream);
       check_cuda(cudaStreamSynchronize(stream), "direct");
-      expect(session.results() == other, c.name + ": replay with new rng_state differs from the direct call");
+      expect(session.results() == other, session.name() + ": replay with new rng_state differs from the direct call");
     }
     cudaGraphExecDestroy(executable);
     cudaGraphDestroy(graph);
@@ -165,30 +106,30 @@ void graphs(const std::vector<Case>& cases) {
 }
 
 // Every case on two streams, together with the next one on the other; each with its own workspace.
-void streams(const std::vector<Case>& cases) {
+void streams(const std::vector<Session::Case>& cases) {
   cudaStream_t stream[2];
   for (auto& s : stream) check_cuda(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "stream");
   for (size_t n = 0; n + 1 < cases.size(); ++n) {
     Session a(cases[n], 3), b(cases[n + 1], 4);
-    a.must_run(stream[0]);
+    must_run(a, stream[0]);
     check_cuda(cudaStreamSynchronize(stream[0]), "alone");
-    b.must_run(stream[0]);
+    must_run(b, stream[0]);
     check_cuda(cudaStreamSynchronize(stream[0]), "alone");
     const auto want_a = a.results(), want_b = b.results();
     a.poison(), b.poison();
-    for (int repeat = 0; repeat < 20; ++repeat) a.must_run(stream[0]), b.must_run(stream[1]);
+    for (int repeat = 0; repeat < 20; ++repeat) must_run(a, stream[0]), must_run(b, stream[1]);
     for (auto& s : stream) check_cuda(cudaStreamSynchronize(s), "together");
-    expect(a.results() == want_a, cases[n].name + ": differs beside another stream");
-    expect(b.results() == want_b, cases[n + 1].name + ": differs beside another stream");
+    expect(a.results() == want_a, a.name() + ": differs beside another stream");
+    expect(b.results() == want_b, b.name() + ": differs beside another stream");
   }
   for (auto& s : stream) cudaStreamDestroy(s);
 }
 
 // A capture that a synchronisation has broken refuses every launch on its stream.
-void launch_errors(const std::vector<Case>& cases) {
-  for (const Case& c : cases) {
+void launch_errors(const std::vector<Session::Case>& cases) {
+  for (const Session::Case& c : cases) {
     Session session(c);
-    session.must_run(nullptr);
+    must_run(session, nullptr);
     check_cuda(cudaDeviceSynchronize(), "first run");
     const auto want = session.results();
     cudaStream_t stream;
@@ -196,33 +137,33 @@ void launch_errors(const std::vector<Case>& cases) {
     check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "capture");
     cudaStreamSynchronize(stream);  // not allowed: the capture is invalid from here on
     cudaGetLastError();
-    const Status status = session.run(stream);
-    expect(status.code() == TW_DEVICE_ERROR && status.message().find("cudaErrorStreamCapture") != std::string::npos,
-           c.name + ": a failed launch gave \"" + status.message() + "\"");
-    expect(cudaGetLastError() == cudaSuccess, c.name + ": left its launch error behind");
+    const tw_status status = session.run(stream);
+    const std::string words = tw_last_error();
+    expect(status == TW_DEVICE_ERROR && words.find("cudaErrorStreamCapture") != std::string::npos,
+           session.name() + ": a failed launch gave \"" + words + "\"");
     cudaGraph_t graph = nullptr;
     cudaStreamEndCapture(stream, &graph);
     cudaGetLastError();
     cudaStreamDestroy(stream);
     session.poison();
-    expect(session.run(nullptr).ok(), c.name + ": does not run after a failed launch");
+    expect(session.run(nullptr) == TW_OK, session.name() + ": does not run after a failed launch");
     check_cuda(cudaDeviceSynchronize(), "after");
-    expect(session.results() == want, c.name + ": differs after a failed launch");
+    expect(session.results() == want, session.name() + ": differs after a failed launch");
   }
-  Session session(cases[0]);
-  session.plan.target.device_index = 99;
-  const Status status = session.run(nullptr);
-  expect(status.code() == TW_DEVICE_ERROR && status.message().find("cudaErrorInvalidDevice") != std::string::npos,
-         "device 99: \"" + status.message() + "\"");
-  expect(cudaGetLastError() == cudaSuccess, "device 99: left its error behind");
+  Session::Case elsewhere = cases[0];
+  elsewhere.device_index = 99;
+  const Session session(elsewhere);
+  const tw_status status = session.run(nullptr);
+  const std::string words = tw_last_error();
+  expect(status == TW_DEVICE_ERROR && words.find("cudaErrorInvalidDevice") != std::string::npos, "device 99: \"" + words + "\"");
 }
 
 int run_all() {
-  const std::vector<Case> cases = all_cases();
-  if (cases.empty()) {
-    std::printf("SKIPPED: no GPU of compute capability 8.0 or more\n");
-    return failures != 0;
+  if (const std::string missing = gpu_missing(); !missing.empty()) {
+    std::printf("SKIPPED: no GPU: %s\n", missing.c_str());
+    return 0;
   }
+  const std::vector<Session::Case> cases = all_cases();
   repeats(cases);
   graphs(cases);
   streams(cases);
@@ -232,6 +173,6 @@ int run_all() {
 }
 
 }  // namespace
-}  // namespace tilewise::cuda_test
+}  // namespace tilewise
 
-int main() { return tilewise::cuda_test::run_all(); }
+int main() { return tilewise::run_all(); }

@@ -1,217 +1,45 @@
-// Every CUDA row against the float64 reference, over shapes, layouts and options. Skips where there is no GPU.
-//   rows_test [forward|backward] [regular expression] [another]: cases that match both
+// Every CUDA row against the float64 reference, over shapes, layouts and options. Skips where there is no GPU; with
+// TILEWISE_TEST_BACKEND=cpu the rows of the CPU walk through the same list.
+//   rows_test [forward|backward|cases] [regular expression] [another]: cases that match both; cases: the lines of tests/cases
 //   rows_test random SECONDS [SEED]: random problems, until the time is up
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <chrono>
-#include <memory>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <random>
 #include <regex>
 
-#include "cpu/reference.h"
-#include "cpu/thread_pool.h"
-#include "cuda/backend.h"
+#include "conformance/cases.h"
+#include "harness/check.h"
+#include "harness/gpu.h"
 #include "random_problem.h"
-#include "row_run.h"
 
-namespace tilewise::cuda_test {
+namespace tilewise {
 namespace {
 
-struct Outcome {
-  bool ok = true;
+using namespace harness;
+
+struct Check {
   std::string text;
-  void fail(const std::string& why) {
-    ok = false;
-    text += "    " + why + "\n";
-  }
-};
-
-void run_oracle(const tw_problem& p, const tw_tensors& t) {
-  Plan plan;
-  plan.problem = p;
-  plan.target.num_threads = default_num_threads();
-  if (!plan_reference(p, plan.target, &plan).ok()) std::abort();
-  std::vector<double> workspace(static_cast<size_t>(plan.workspace_bytes / 8 + 1));
-  if (!run_reference(plan, t, workspace.data(), nullptr).ok()) std::abort();
-}
-
-double unit_roundoff(int32_t dtype) { return dtype == TW_BFLOAT16 ? 0x1p-8 : dtype == TW_FLOAT16 ? 0x1p-11 : 0x1p-24; }
-
-// |got - want| <= bound(n) for every element; NaN only where NaN is wanted.
-template <class Bound>
-void compare(const char* name, const Mirror& m, const std::vector<uint8_t>& bytes, const Mirror& wanted, Bound&& bound, Outcome* out) {
-  if (!gaps_intact(m, bytes)) out->fail(std::string(name) + ": wrote outside its elements");
-  int64_t bad = 0, first = -1;
-  double worst = 0;
-  for (int64_t n = 0; n < m.count(); ++n) {
-    const double got = m.get_from(bytes, n), want = wanted.get(n);
-    if (std::isnan(want) && std::isnan(got)) continue;
-    if (got == want) continue;
-    const double error = std::fabs(got - want) / bound(n);
-    if (!(error <= 1)) {
-      if (bad++ == 0) first = n;
-    }
-    worst = std::max(worst, std::isnan(error) ? 1e30 : error);
-  }
-  char line[256];
-  if (bad > 0) {
-    std::snprintf(line, sizeof line, "%s: %lld of %lld wrong, first at %lld: got %g, want %g (bound %g)", name, (long long)bad,
-                  (long long)m.count(), (long long)first, m.get_from(bytes, first), wanted.get(first), bound(first));
-    out->fail(line);
-  }
-  std::snprintf(line, sizeof line, " %s %.2f", name, worst);
-  if (out->ok) out->text += line;
-}
-
-Outcome test_forward(const KernelRow& row, const tw_problem& p, LayoutKind layout, unsigned seed, double value_scale, bool float_out,
-                     bool nan_rows) {
-  Outcome out;
-  Inputs in(p, layout, seed, value_scale);
-  if (nan_rows) in.add_nan_rows();
-  if (float_out) in.o.make(TW_FLOAT32, std::vector<int64_t>(in.o.tensor.shape, in.o.tensor.shape + in.o.tensor.ndim), layout);
-  in.upload();
-  if (Status s = run_row(row, p, in.tensors(true)); !s.ok()) {
-    out.fail(s.message());
-    return out;
-  }
-  const auto o = in.o.download();
-  const auto again = [&] {
-    in.o.upload();
-    if (!run_row(row, p, in.tensors(true)).ok()) std::abort();
-    return in.o.download();
-  }();
-  if (o != again) out.fail("o differs between two runs");
-  const auto k_after = in.k.download(), v_after = in.v.download();
-  const auto lse = in.lse.exists ? in.lse.download() : std::vector<uint8_t>();
-  const auto maximum = in.max_logit.exists ? in.max_logit.download() : std::vector<uint8_t>();
-  const auto mask = in.mask_out.exists ? in.mask_out.download() : std::vector<uint8_t>();
-  // The oracle's outputs are float32, so that its own rounding does not count; twice: with |v| it gives the sum that rounding errors are relative to.
-  std::vector<double> magnitude(in.o.count());
-  Mirror wanted;
-  wanted.make(TW_FLOAT32, std::vector<int64_t>(in.o.tensor.shape, in.o.tensor.shape + in.o.tensor.ndim));
-  tw_tensors oracle = in.tensors(false);
-  oracle.o = &wanted.tensor;
-  const std::vector<uint8_t> v_bytes = in.v.host;
-  std::vector<double> v_new_values(in.v_new.exists ? in.v_new.count() : 0);
-  for (size_t n = 0; n < v_new_values.size(); ++n) {
-    v_new_values[n] = in.v_new.get(n);
-    in.v_new.set(n, std::fabs(v_new_values[n]));
-  }
-  for (int64_t n = 0; n < in.v.count(); ++n) in.v.set(n, std::fabs(in.v.get(n)));
-  run_oracle(p, oracle);
-  for (int64_t n = 0; n < in.o.count(); ++n) magnitude[n] = wanted.get(n);
-  std::copy(v_bytes.begin(), v_bytes.end(), in.v.host.begin());
-  for (int64_t n = 0; in.v_new.exists && n < in.v_new.count(); ++n) in.v_new.set(n, v_new_values[n]);
-  run_oracle(p, oracle);
-  const double u = unit_roundoff(p.dtype), slack = p.softcap > 0 ? 1.2 : 1.05;
-  // float16: probabilities under 2^-14 of the row's reference are rounded to multiples of 2^-24.
-  const double tiny = p.dtype == TW_FLOAT16 ? 0x1p-24 * static_cast<double>(p.seqlen_k) : 0;
-  const double logit_error = 1e-6 * value_scale * value_scale;  // float32 q . k, relative to logits of this size
-  if (in.k_new.exists) {
-    compare("k cache", in.k, k_after, in.k, [&](int64_t n) { return u * std::fabs(in.k.get(n)) + 2e-2 * u; }, &out);
-    compare("v cache", in.v, v_after, in.v, [](int64_t) { return 1e-30; }, &out);
-  }
-  const double rotation = p.rotary_dim > 0 ? 2 * u * value_scale * value_scale : 0;  // a logit's share of rounded q and k
-  compare("o", in.o, o, wanted, [&](int64_t n) {
-    return slack * (u + logit_error * 4 + rotation) * (magnitude[n] + std::fabs(wanted.get(n))) + tiny + 1e-6;
-  }, &out);
-  if (in.lse.exists) compare("lse", in.lse, lse, in.lse, [&](int64_t n) { return 2e-6 * (10 + std::fabs(in.lse.get(n))) + 1e-5 * value_scale * value_scale + rotation; }, &out);
-  if (in.max_logit.exists) compare("max_logit", in.max_logit, maximum, in.max_logit, [&](int64_t n) { return 2e-6 * (10 + std::fabs(in.max_logit.get(n))); }, &out);
-  if (in.mask_out.exists) compare("dropout_mask", in.mask_out, mask, in.mask_out, [](int64_t) { return 0.0; }, &out);
-  return out;
-}
-
-// Gradients, in norm and element by element. `floor` is the error that rounding o to 16 bits leaves in delta and so in
-// one element; `share` the part of it that an average element sees (probabilities near 1 are rare in long rows). The norm of
-// n independent roundings scatters by its share 1 / sqrt(2 n): three of these are allowed.
-void compare_gradient(const char* name, const Mirror& m, const std::vector<uint8_t>& bytes, double u, double floor, double share,
-                      Outcome* out) {
-  if (!m.exists) return;
-  double error2 = 0, want2 = 0, maximum = 0;
-  for (int64_t n = 0; n < m.count(); ++n) {
-    const double want = m.get(n), got = m.get_from(bytes, n);
-    if (std::isnan(want) && std::isnan(got)) continue;
-    error2 += (got - want) * (got - want);
-    want2 += want * want;
-    maximum = std::max(maximum, std::fabs(want));
-  }
-  const double spread = 1 + 3 / std::sqrt(2 * static_cast<double>(std::max<int64_t>(m.count(), 1)));
-  const double error = std::sqrt(error2), limit = spread * u * std::sqrt(want2) + (share * floor + 2e-6) * std::sqrt(static_cast<double>(m.count()));
-  char line[128];
-  if (!(error <= limit)) {
-    std::snprintf(line, sizeof line, "%s: error %.3g in norm, allowed %.3g", name, error, limit);
-    out->fail(line);
-  }
-  compare(name, m, bytes, m, [&](int64_t n) { return 8 * u * (0.1 * maximum + std::fabs(m.get(n))) + 4 * floor + 1e-5; }, out);
-  std::snprintf(line, sizeof line, "(%.1e)", error / (std::sqrt(want2) + 1e-30));
-  if (out->ok) out->text += line;
-}
-
-Outcome test_backward(const KernelRow& row, const tw_problem& p, LayoutKind layout, unsigned seed, double value_scale, bool nan_rows) {
-  Outcome out;
-  Inputs in(p, layout, seed, value_scale);
-  if (nan_rows) in.add_nan_rows();
-  tw_problem forward = p;
-  forward.pass = TW_FORWARD;
-  forward.features = (p.features & ~uint32_t{TW_HAS_DLSE | TW_HAS_DQ | TW_HAS_DK | TW_HAS_DV | TW_HAS_DBIAS | TW_HAS_DALIBI | TW_HAS_DSINK}) | TW_HAS_LSE;
-  tw_tensors t = in.tensors(false);
-  run_oracle(forward, t);
-  in.upload();
-  if (Status s = run_row(row, p, in.tensors(true)); !s.ok()) {
-    out.fail(s.message());
-    return out;
-  }
-  Mirror* gradients[] = {&in.dq, &in.dk, &in.dv, &in.dbias, &in.dalibi, &in.dsink};
-  const char* names[] = {"dq", "dk", "dv", "dbias", "dalibi", "dsink"};
-  std::vector<std::vector<uint8_t>> bytes;
-  for (Mirror* m : gradients) bytes.push_back(m->exists ? m->download() : std::vector<uint8_t>());
-  if (p.deterministic) {
-    for (int n = 0; n < 3; ++n) {
-      for (Mirror* m : gradients)
-        if (m->exists) m->upload();
-      if (!run_row(row, p, in.tensors(true)).ok()) std::abort();
-      for (size_t g = 0; g < bytes.size(); ++g)
-        if (gradients[g]->exists && gradients[g]->download() != bytes[g]) out.fail(std::string(names[g]) + ": differs between two runs");
-    }
-  }
-  run_oracle(p, in.tensors(false));
-  // P = exp(s - lse) is computed again, from an lse that was rounded twice (natural, base 2): relative to P that is 2^-23 |lse|.
-  // A softcap adds the rounding of its tanh, 2^-22 (2^-23 in float32) of the cap. Small beside 16-bit roundings.
-  double largest_lse = 1;
-  for (int64_t n = 0; n < in.lse.count(); ++n)
-    if (const double lse = std::fabs(in.lse.get(n)); std::isfinite(lse)) largest_lse = std::max(largest_lse, lse);
-  const double probability = 0x1p-23 * largest_lse + (p.dtype == TW_FLOAT32 ? 0x1p-23 : 0x1p-22) * p.softcap;
-  const double u = unit_roundoff(p.dtype) * (value_scale > 2 ? 3 : 1) + probability;
-  const double delta_error = 0.6 * u * std::sqrt(static_cast<double>(p.head_dim_v));
-  const bool few_keys = p.seqlen_k <= 16 || (p.window_left >= 0 && p.window_left < 8);
-  const double qk_floor = delta_error * std::fabs(softmax_scale_of(p)) * value_scale;
-  const double rows = static_cast<double>(p.batch * p.num_heads_q * p.seqlen_q);
-  const double per_bias = in.bias.exists ? std::max(1.0, rows / std::max<double>(1, static_cast<double>(in.bias.count()) / static_cast<double>(p.bias_dims & TW_DIM_K ? std::max<int64_t>(p.seqlen_k, 1) : 1))) : 1;
-  const double floors[] = {qk_floor, qk_floor, 0, delta_error * std::sqrt(per_bias), delta_error * 50 * std::sqrt(rows), delta_error * std::sqrt(rows)};
-  for (size_t g = 0; g < bytes.size(); ++g)
-    compare_gradient(names[g], *gradients[g], bytes[g], g == 3 ? std::max(u, unit_roundoff(p.bias_dtype)) : u, floors[g],
-                     g >= 3 || few_keys ? 1 : 0.1, &out);
-  return out;
-}
-
-struct Case {
-  std::string text;
-  LayoutKind layout = LayoutKind::kContiguous;
-  double value_scale = 1;
+  Layout layout = Layout::kContiguous;
+  InputKind kind = InputKind::kGaussian;
   bool float_out = false;
   bool nan_rows = false;  // NaN in rows that some queries see and others do not
 };
 
+// Logits of standard deviation 100.
+std::string steep(const std::string& head_dim) { return " scale=" + std::to_string(100 / std::sqrt(std::stod(head_dim))); }
+
 constexpr const char* kDtypes[] = {"bf16 ", "f16 ", "f32 "};
 
-std::vector<Case> forward_cases() {
-  std::vector<Case> cases;
-  const auto add = [&](std::string text, LayoutKind layout = LayoutKind::kContiguous, double scale = 1, bool float_out = false) {
-    cases.push_back({"fwd " + text, layout, scale, float_out});
+std::vector<Check> forward_cases() {
+  std::vector<Check> cases;
+  const auto add = [&](std::string text, Layout layout = Layout::kContiguous, InputKind kind = InputKind::kGaussian, bool float_out = false) {
+    cases.push_back({"fwd " + text, layout, kind, float_out});
   };
-  const auto both = [&](const std::string& text, LayoutKind layout = LayoutKind::kContiguous, double scale = 1) {
-    for (const char* dtype : kDtypes) add(dtype + text, layout, scale);
+  const auto both = [&](const std::string& text, Layout layout = Layout::kContiguous, InputKind kind = InputKind::kGaussian) {
+    for (const char* dtype : kDtypes) add(dtype + text, layout, kind);
   };
   // Head dims: every multiple of 8, plain and general; some that are not.
   for (const int d : {1, 2, 7, 12, 33, 65, 100, 127, 129, 210, 255}) {
@@ -238,11 +66,11 @@ std::vector<Case> forward_cases() {
     both(s + " dropout=0.1 seed=9 offset=3 dropout_mask"), both(s + " dropout=0.5 rng_state dropout_mask window=50,20");
     both(s + " bias=bf16:bk"), both(s + " bias=f16:q"), both(s + " bias=f32:1"), both(s + " mask=qk"), both(s + " mask=bk"), both(s + " sink no_lse");
     both(s + " scale=0"), both(s + " scale=-0.125 causal"), both(s + " scale=1e-8"), both(s + " scale=2 maxlogit");
-    both(s + " causal", LayoutKind::kContiguous, 3), both(s, LayoutKind::kContiguous, 10), both(s + " sink", LayoutKind::kContiguous, 10);
+    both(s + " causal", Layout::kContiguous, InputKind::kPeaked), both(s + steep(d)), both(s + " sink" + steep(d));
     both(s + " seqused_q seqused_k causal"), both(s + " leftpad seqused_k"), both(s + " leftpad causal sink");
-    for (LayoutKind layout : {LayoutKind::kHeadsFirst, LayoutKind::kSliced, LayoutKind::kUnaligned, LayoutKind::kEverySecondRow})
+    for (Layout layout : {Layout::kTransposed, Layout::kFusedQkv, Layout::kUnaligned, Layout::kEveryOther})
       both(s + " causal", layout), both(s + " softcap=3", layout);
-    add("bf16 " + s + " causal", LayoutKind::kContiguous, 1, true), add("bf16 " + s + " sink", LayoutKind::kUnaligned, 1, true);
+    add("bf16 " + s + " causal", Layout::kContiguous, InputKind::kGaussian, true), add("bf16 " + s + " sink", Layout::kUnaligned, InputKind::kGaussian, true);
     const std::string packed = std::string("b=7 hq=4 hk=1 sq=200 sk=210 d=") + d;
     both(packed + " packed_q=900 packed_k=800"), both(packed + " packed_q=900 packed_k=800 causal"), both(packed + " packed_q=900 causal seqused_q seqused_k");
     both(packed + " packed_q=900 packed_k=800 causal sink alibi=h seqused_q"), both(packed + " packed_k=800 window=30,10");
@@ -257,12 +85,12 @@ std::vector<Case> forward_cases() {
     both(std::string("b=4 hq=4 hk=2 sq=70 sk=500 packed_q=240 rotary=32 seqused_k causal d=") + d);
     both(std::string("b=3 hq=4 hk=2 sq=200 sk=1500 splits=4 causal d=") + d);
     both(std::string("b=4 hq=4 hk=2 sq=70 sk=500 packed_q=240 splits=4 sink seqused_q seqused_k d=") + d);
-    add(std::string("bf16 b=2 hq=4 hk=2 sq=5 sk=500 splits=4 d=") + d, LayoutKind::kUnaligned);
+    add(std::string("bf16 b=2 hq=4 hk=2 sq=5 sk=500 splits=4 d=") + d, Layout::kUnaligned);
   }
   for (const char* d : {"64", "128", "192"})
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal pages=40x16", " causal splits=3"})
       for (const char* dtype : {"bf16", "f16"})
-        cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, LayoutKind::kContiguous, 1, false, true});
+        cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
   // Several tiles of every kernel in both directions.
   for (const char* d : {"64", "128", "256"}) {
     const std::string s = std::string("b=2 hq=4 hk=2 sq=420 sk=600 d=") + d;
@@ -273,18 +101,18 @@ std::vector<Case> forward_cases() {
                              " dropout=0.5 rng_state window=100,60 dropout_mask"})
       both(s + rest);
     for (const char* rest : {" causal", "", " window=-1,100 no_lse", " sink", " causal softcap=40"})
-      both(s + rest, LayoutKind::kContiguous, 10);
+      both(s + rest + steep(d));
     const std::string paged = std::string("b=2 hq=4 hk=2 sq=300 sk=768 d=") + d;
     for (const char* rest : {" pages=100x16 seqused_k causal", " pages=50x32 seqused_k window=200,30", " pages=30x64", " pages=12x128 leftpad seqused_k causal",
                              " pages=7x384 softcap=9 sink seqused_k", " pages=100x16 dropout=0.2 causal seqused_k"})
       both(paged + rest);
-    both(paged + " pages=100x16 causal seqused_k", LayoutKind::kContiguous, 10);
+    both(paged + " pages=100x16 causal seqused_k" + steep(d));
     const std::string packed = std::string("b=5 hq=4 hk=1 sq=400 sk=450 packed_q=800 packed_k=900 d=") + d;
     for (const char* rest : {"", " causal", " window=90,50 sink", " causal softcap=7 maxlogit", " causal batch_invariant"}) both(packed + rest);
     both(std::string("b=2 hq=2 hk=1 sq=600 sk=350 causal d=") + d), both(std::string("b=2 hq=2 hk=1 sq=600 sk=200 window=20,100 d=") + d);
     for (const char* rest : {" causal", " window=200,100", " causal softcap=5", " seqused_k", " leftpad causal"})
       for (const char* dtype : {"bf16", "f16"})
-        cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=300 sk=420 d=" + d + rest, LayoutKind::kContiguous, 1, false, true});
+        cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=300 sk=420 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
   }
   // Zero sizes.
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink", "b=1 hq=0 sq=5", "b=2 hq=2 sq=100 sk=0 causal splits=2"})
@@ -292,10 +120,10 @@ std::vector<Case> forward_cases() {
   return cases;
 }
 
-std::vector<Case> backward_cases() {
-  std::vector<Case> cases;
-  const auto both = [&](const std::string& text, LayoutKind layout = LayoutKind::kContiguous, double scale = 1) {
-    for (const char* dtype : kDtypes) cases.push_back({std::string("bwd ") + dtype + text, layout, scale});
+std::vector<Check> backward_cases() {
+  std::vector<Check> cases;
+  const auto both = [&](const std::string& text, Layout layout = Layout::kContiguous, InputKind kind = InputKind::kGaussian) {
+    for (const char* dtype : kDtypes) cases.push_back({std::string("bwd ") + dtype + text, layout, kind});
   };
   for (const int d : {1, 2, 7, 12, 33, 65, 100, 127, 129, 210, 255})
     both("b=1 hq=4 hk=2 sq=133 sk=150 d=" + std::to_string(d) + " dv=" + std::to_string(256 - d) + " causal");
@@ -313,13 +141,13 @@ std::vector<Case> backward_cases() {
     both(s + " causal softcap=20 alibi=bh bias=f32:hqk sink dropout=0.3 seed=5 dbias dalibi dsink dlse");
     both(s + " causal softcap=20 alibi=bh bias=f32:bhqk sink dropout=0.3 seed=5 dbias dalibi dsink dlse deterministic");
     both(s + " dropout=0.1 seed=9 offset=3"), both(s + " dropout=0.5 rng_state window=50,20"), both(s + " dropout=0.4 seed=3 softcap=8 deterministic");
-    both(s + " dropout=0.2 causal", LayoutKind::kUnaligned), both(s + " dropout=0.2 causal deterministic");
+    both(s + " dropout=0.2 causal", Layout::kUnaligned), both(s + " dropout=0.2 causal deterministic");
     both(s + " bias=bf16:bk dbias"), both(s + " bias=f16:q dbias"), both(s + " bias=f32:1 dbias"), both(s + " bias=f32:bhqk dbias"), both(s + " mask=qk"), both(s + " mask=bk");
     both(s + " bias=f32:bhqk dbias deterministic");
     both(s + " scale=0"), both(s + " scale=-0.125 causal"), both(s + " no_dq"), both(s + " no_dk no_dv"), both(s + " no_dk");
-    both(s + " causal", LayoutKind::kContiguous, 3);
+    both(s + " causal", Layout::kContiguous, InputKind::kPeaked);
     both(s + " seqused_q seqused_k causal");
-    for (LayoutKind layout : {LayoutKind::kHeadsFirst, LayoutKind::kSliced, LayoutKind::kUnaligned, LayoutKind::kEverySecondRow})
+    for (Layout layout : {Layout::kTransposed, Layout::kFusedQkv, Layout::kUnaligned, Layout::kEveryOther})
       both(s + " causal", layout), both(s + " softcap=3", layout);
     const std::string packed = std::string("b=7 hq=4 hk=1 sq=200 sk=210 d=") + d;
     both(packed + " packed_q=900 packed_k=800"), both(packed + " packed_q=900 packed_k=800 causal deterministic"), both(packed + " packed_q=900 causal seqused_q seqused_k");
@@ -328,25 +156,38 @@ std::vector<Case> backward_cases() {
   for (const char* d : {"64", "128", "192"})
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal deterministic"})
       for (const char* dtype : kDtypes)
-        cases.push_back({std::string("bwd ") + dtype + "b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, LayoutKind::kContiguous, 1, false, true});
+        cases.push_back({std::string("bwd ") + dtype + "b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink dsink", "b=1 hq=0 sq=5"})
     both(std::string(rest) + " d=64");
   return cases;
 }
 
 // A random problem, which one row at least must take. Longer than the CPU's: their tiles are larger.
-Case random_case(std::mt19937_64& engine) {
+Check random_case(std::mt19937_64& engine) {
   const auto number = [&](int low, int high) { return low + static_cast<int>(engine() % static_cast<uint64_t>(high - low + 1)); };
   const std::string text = random_problem({number(0, 9) < 8 ? 140 : 400, number(0, 9) < 8 ? 200 : 700}, number);
-  const LayoutKind layout = number(0, 1) == 0 ? LayoutKind::kContiguous : static_cast<LayoutKind>(number(0, 4));
-  return {text, layout, 1, text.starts_with("fwd") && number(0, 9) == 0};
+  const auto layout = number(0, 1) == 0 ? Layout::kContiguous : static_cast<Layout>(number(0, kNumLayouts - 1));
+  const auto kind = number(0, 1) == 0 ? InputKind::kGaussian : static_cast<InputKind>(number(0, kNumInputKinds - 1));
+  return {text, layout, kind, number(0, 9) == 0};
 }
 
-bool any_row_available() {
-  for (const KernelRow& row : cuda_kernels())
-    if (row.available()) return true;
-  std::printf("SKIPPED: no GPU of compute capability 8.0 or more\n");
-  return false;
+// The lines of tests/cases, as tests/conformance takes them for the rows of the CPU.
+std::vector<Check> listed_cases() {
+  std::vector<Check> checks;
+  for (const Case& one : read_cases())
+    for (const char* dtype : {"bf16", "f16", "f32"}) {
+      const std::string problem = with_dtype(one.problem, dtype);
+      if (problem.empty()) continue;
+      std::vector<std::string> passes = {problem};
+      if (problem.starts_with("fwd") && !one.comment.starts_with("forward only"))
+        if (const std::string backward = backward_of(problem); !backward.empty()) passes.push_back(backward);
+      for (const std::string& pass : passes) {
+        const size_t turn = checks.size();
+        checks.push_back({pass});
+        checks.push_back({pass, static_cast<Layout>(turn % kNumLayouts), static_cast<InputKind>(1 + turn % (kNumInputKinds - 1))});
+      }
+    }
+  return checks;
 }
 
 class Tally {
@@ -354,77 +195,79 @@ class Tally {
   explicit Tally(bool verbose) : verbose_(verbose) {}
 
   // The case on every row that takes it; one must.
-  void run(const Case& c, unsigned seed) {
-    tw_problem p;
-    if (Status s = parse(c.text, &p); !s.ok()) return fail(c, "parse", s.message());
-    std::string refusals;
+  void run(const Check& c, uint64_t seed) {
+    CheckRequest request;
+    request.problem = c.text, request.seed = seed, request.input = c.kind, request.layout = c.layout;
+    request.float32_outputs = c.float_out, request.nan_rows = c.nan_rows;
     bool taken = false;
-    for (const KernelRow& row : cuda_kernels()) {
-      if (row.pass != p.pass || !row.available()) continue;
-      if (const std::string reason = row.refusal(p); !reason.empty()) {
-        refusals += concat(row.name, ": ", reason, "; ");
+    std::string refusals;
+    for (const tw_kernel_info& row : kernels()) {
+      if (!under_test(row)) continue;
+      request.kernel = row.name;
+      const CheckResult result = check(request);
+      if (result.refused) {
+        refusals += result.message + "\n";
         continue;
       }
       taken = true;
       ++ran_;
-      const Outcome outcome = p.pass == TW_FORWARD ? test_forward(row, p, c.layout, seed, c.value_scale, c.float_out, c.nan_rows)
-                                                   : test_backward(row, p, c.layout, seed, c.value_scale, c.nan_rows);
-      if (!outcome.ok)
-        fail(c, row.name, outcome.text);
-      else if (verbose_ || ran_ % 97 == 0)
-        std::printf("ok   %s %s:%s\n", row.name, c.text.c_str(), outcome.text.c_str());
+      if (!result.ok) {
+        ++failed_;
+        std::printf("FAIL %s%s: %s\n%s", c.text.c_str(), c.nan_rows ? " (NaN rows)" : "", result.message.c_str(), to_text(result).c_str());
+      } else if (verbose_ || ran_ % 97 == 0) {
+        std::printf("ok   %s\n%s", c.text.c_str(), to_text(result).c_str());
+      }
       std::fflush(stdout);
     }
-    if (!taken) fail(c, "no row takes it", refusals);
+    if (taken) return;
+    ++failed_;
+    std::printf("FAIL no row takes %s\n%s", c.text.c_str(), refusals.c_str());
   }
 
   int report() const {
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-    std::printf("%d cases, %d failed, %.1f s\n", ran_, failed_, seconds);
+    std::printf("%d cases, %d failed, %.1f s\n", ran_, failed_, seconds());
     return failed_ != 0;
   }
   double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
 
  private:
-  void fail(const Case& c, const std::string& where, const std::string& why) {
-    ++failed_;
-    std::printf("FAIL %s: %s [%s x%g%s]\n%s\n", where.c_str(), c.text.c_str(), layout_name(c.layout), c.value_scale,
-                c.float_out ? " f32 out" : "", why.c_str());
-    std::fflush(stdout);
-  }
   bool verbose_;
   int ran_ = 0, failed_ = 0;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-int run_cases(const std::string& pass, const std::string& first_filter, const std::string& second_filter) {
-  if (!any_row_available()) return 0;
+int run_cases(const std::string& which, const std::string& first_filter, const std::string& second_filter) {
   const std::regex first(first_filter), second(second_filter);
-  std::vector<Case> cases;
-  if (pass != "backward") cases = forward_cases();
-  if (pass != "forward")
-    for (Case& c : backward_cases()) cases.push_back(c);
+  std::vector<Check> cases;
+  if (which == "cases") cases = listed_cases();
+  if (which == "forward" || which.empty()) cases = forward_cases();
+  if (which == "backward" || which.empty())
+    for (Check& c : backward_cases()) cases.push_back(c);
   Tally tally(!second_filter.empty());
-  unsigned seed = 0;
-  for (const Case& c : cases)
+  uint64_t seed = 0;
+  for (const Check& c : cases)
     if (std::regex_search(c.text, first) && std::regex_search(c.text, second)) tally.run(c, ++seed);
   return tally.report();
 }
 
 int run_random(double seconds, uint64_t seed) {
-  if (!any_row_available()) return 0;
   std::mt19937_64 engine(seed);
   Tally tally(false);
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
-  for (unsigned n = 1; tally.seconds() < seconds; ++n) tally.run(random_case(engine), n);
+  for (uint64_t n = 1; tally.seconds() < seconds; ++n) tally.run(random_case(engine), n);
   return tally.report();
 }
 
 }  // namespace
-}  // namespace tilewise::cuda_test
+}  // namespace tilewise
 
 int main(int argc, char** argv) {
-  using namespace tilewise::cuda_test;
+  using namespace tilewise;
+  setenv("TILEWISE_TEST_BACKEND", "cuda", 0);
+  if (const std::string missing = harness::gpu_missing(); !missing.empty() && std::string(std::getenv("TILEWISE_TEST_BACKEND")) == "cuda") {
+    std::printf("SKIPPED: no GPU: %s\n", missing.c_str());
+    return 0;
+  }
   const auto argument = [&](int n) { return std::string(argc > n ? argv[n] : ""); };
   if (argument(1) == "random")
     return run_random(std::atof(argument(2).c_str()), argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);

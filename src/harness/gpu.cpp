@@ -1,0 +1,130 @@
+#include "harness/gpu.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "core/dtype.h"
+
+#if defined(TILEWISE_HAVE_CUDA)
+#include <cuda_runtime_api.h>
+#endif
+
+namespace tilewise::harness {
+namespace {
+
+#if defined(TILEWISE_HAVE_CUDA)
+void must(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // forgotten, or the next call would report it
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorName(error) + ", " + cudaGetErrorString(error));
+}
+#else
+[[noreturn]] void no_cuda() { throw std::runtime_error(gpu_missing()); }
+#endif
+
+}  // namespace
+
+#if defined(TILEWISE_HAVE_CUDA)
+
+std::string gpu_missing() {
+  std::string rows;
+  for (int32_t n = 0; n < tw_kernel_count(); ++n) {
+    tw_kernel_info info{};
+    info.struct_size = sizeof info;
+    if (tw_kernel_at(n, &info) == TW_OK && info.backend == TW_BACKEND_CUDA && info.available) return "";
+  }
+  int count = 0;
+  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
+    cudaGetLastError();
+    return std::string("no NVIDIA GPU can be used: ") + cudaGetErrorString(error);
+  }
+  return "this library has no kernel for the GPU of this machine";
+}
+
+GpuMemory::GpuMemory(size_t bytes, int fill) : bytes_(bytes) {
+  void* data = nullptr;
+  must(cudaMalloc(&data, std::max<size_t>(bytes, 1)), "cudaMalloc");
+  data_ = static_cast<uint8_t*>(data);
+  must(cudaMemset(data_, fill, std::max<size_t>(bytes, 1)), "cudaMemset");
+}
+GpuMemory::~GpuMemory() { cudaFree(data_); }
+void GpuMemory::upload(const void* from) const { must(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice), "copy to the GPU"); }
+void GpuMemory::download(void* to) const { must(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost), "copy from the GPU"); }
+
+tw_status run_on_gpu(const tw_plan* plan, const tw_tensors& there, const GpuWorkspace& workspace, int times, double* seconds) {
+  struct Events {
+    cudaEvent_t begin = nullptr, end = nullptr;
+    Events() { must(cudaEventCreate(&begin), "event"), must(cudaEventCreate(&end), "event"); }
+    ~Events() { cudaEventDestroy(begin), cudaEventDestroy(end); }
+  } events;
+  must(cudaEventRecord(events.begin, nullptr), "event");
+  for (int n = 0; n < times; ++n)
+    if (const tw_status status = tw_run(plan, &there, workspace.data(), workspace.size(), nullptr); status != TW_OK) return status;
+  must(cudaEventRecord(events.end, nullptr), "event");
+  must(cudaEventSynchronize(events.end), "kernel");
+  float ms = 0;
+  must(cudaEventElapsedTime(&ms, events.begin, events.end), "event");
+  *seconds = 1e-3 * static_cast<double>(ms) / times;
+  return TW_OK;
+}
+
+#else
+
+std::string gpu_missing() { return "this build has no CUDA kernels; -DTILEWISE_CUDA=ON builds them"; }
+GpuMemory::GpuMemory(size_t bytes, int) : bytes_(bytes) { no_cuda(); }
+GpuMemory::~GpuMemory() = default;
+void GpuMemory::upload(const void*) const { no_cuda(); }
+void GpuMemory::download(void*) const { no_cuda(); }
+tw_status run_on_gpu(const tw_plan*, const tw_tensors&, const GpuWorkspace&, int, double*) { no_cuda(); }
+
+#endif
+
+bool GpuWorkspace::guard_intact() const {
+  std::vector<uint8_t> bytes(memory_.size());
+  memory_.download(bytes.data());
+  return std::all_of(bytes.begin() + static_cast<int64_t>(bytes_), bytes.end(), [](uint8_t byte) { return byte == 0xff; });
+}
+
+void GpuTensors::add(const tw_tensor* host) {
+  if (host == nullptr) return;
+  int64_t first = 0, last = 0;
+  bool empty = false;
+  for (int32_t dim = 0; dim < host->ndim; ++dim) {
+    empty = empty || host->shape[dim] <= 0;
+    (host->stride[dim] < 0 ? first : last) += (host->shape[dim] - 1) * host->stride[dim];
+  }
+  const int64_t size = dtype_size(host->dtype);
+  add(host, static_cast<uint8_t*>(host->data) + (empty ? 0 : first * size), empty ? 0 : static_cast<size_t>((last - first + 1) * size));
+}
+
+void GpuTensors::add(const tw_tensor* host, void* begin, size_t bytes) {
+  if (host == nullptr) return;
+  Copy& copy = copies_.emplace_back(Copy{host, begin, GpuMemory(bytes), *host});
+  copy.there.data = copy.memory.data() + (static_cast<uint8_t*>(host->data) - static_cast<uint8_t*>(begin));
+  copy.there.device = TW_CUDA;
+  copy.memory.upload(begin);
+}
+
+tw_tensors GpuTensors::on_gpu(const tw_tensors& host) const {
+  tw_tensors there = host;
+  // Behind struct_size and reserved there are pointers to tensors only.
+  static_assert(offsetof(tw_tensors, q) == 8 && (sizeof(tw_tensors) - 8) % sizeof(void*) == 0);
+  const auto fields = reinterpret_cast<const tw_tensor**>(reinterpret_cast<uint8_t*>(&there) + offsetof(tw_tensors, q));
+  for (size_t n = 0; n < (sizeof(tw_tensors) - offsetof(tw_tensors, q)) / sizeof(void*); ++n)
+    for (const Copy& copy : copies_)
+      if (fields[n] == copy.host) {
+        fields[n] = &copy.there;
+        break;
+      }
+  return there;
+}
+
+void GpuTensors::upload() const {
+  for (const Copy& copy : copies_) copy.memory.upload(copy.begin);
+}
+void GpuTensors::download() const {
+  for (const Copy& copy : copies_) copy.memory.download(copy.begin);
+}
+
+}  // namespace tilewise::harness

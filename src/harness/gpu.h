@@ -1,0 +1,71 @@
+// Host tensors copied to a GPU and back, and a plan run on them: how the tests and the command line tool reach the CUDA rows.
+// Built without CUDA, every function but gpu_missing throws. Errors of the CUDA runtime throw std::runtime_error.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+
+#include "tilewise/tilewise.h"
+
+namespace tilewise::harness {
+
+// Why no kernel can run on a GPU here, in words; "" if one can.
+std::string gpu_missing();
+
+// Bytes on the GPU, each set to `fill`.
+class GpuMemory {
+ public:
+  explicit GpuMemory(size_t bytes, int fill = 0xff);
+  ~GpuMemory();
+  GpuMemory(GpuMemory&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
+  GpuMemory(const GpuMemory&) = delete;
+  GpuMemory& operator=(const GpuMemory&) = delete;
+
+  uint8_t* data() const { return data_; }
+  size_t size() const { return bytes_; }
+  void upload(const void* from) const;
+  void download(void* to) const;  // waits for what runs
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t bytes_;
+};
+
+// A plan's workspace on the GPU, poisoned, with guard bytes behind it.
+class GpuWorkspace {
+ public:
+  explicit GpuWorkspace(size_t bytes) : memory_(bytes + kGuard), bytes_(bytes) {}
+  void* data() const { return memory_.data(); }
+  size_t size() const { return bytes_; }
+  bool guard_intact() const;
+
+ private:
+  static constexpr size_t kGuard = 256;
+  GpuMemory memory_;
+  size_t bytes_;
+};
+
+// Copies of tensors. They keep their strides and, if so asked, the memory around them.
+class GpuTensors {
+ public:
+  void add(const tw_tensor* host);                            // what its elements span; nullptr: nothing
+  void add(const tw_tensor* host, void* begin, size_t bytes);  // the allocation that it lies in
+  tw_tensors on_gpu(const tw_tensors& host) const;            // those that were added, there; valid while this object is
+  void upload() const;                                        // add() does it once
+  void download() const;
+
+ private:
+  struct Copy {
+    const tw_tensor* host;
+    void* begin;
+    GpuMemory memory;
+    tw_tensor there;
+  };
+  std::deque<Copy> copies_;  // their addresses stay
+};
+
+// Runs the plan `times` times, waits, and tells the seconds of one run, as the GPU counts them.
+tw_status run_on_gpu(const tw_plan* plan, const tw_tensors& there, const GpuWorkspace& workspace, int times, double* seconds);
+
+}  // namespace tilewise::harness
