@@ -53,10 +53,6 @@ def segments(code):
     return found, counts
 
 
-# First tile; the steps inside a tile, without and with a mask, and the one across tiles; last product.
-PIPELINE = ["start", "fence", "wait0"] + ["fence", "fence", "wait1", "wait0"] * 3 + ["fence", "wait0"]
-
-
 def read(code, loaded):
     """Segments, counts, segments as text, and what is wrong with any kernel here; loaded: what the copy engine brings."""
     found, counts = segments(code)
@@ -66,21 +62,26 @@ def read(code, loaded):
     return found, counts, " ".join("%s:%d:%d" % tuple(segment) for segment in found), bad
 
 
-def faults(code):
+def faults(name, code):
+    # First tile; the steps inside a tile, without and with a mask (ScoreKind::kGeneral: one for both), and the one across
+    # tiles; last product.
+    steps = 2 if "ScoreKindE1" in name else 3
+    pipeline = ["start", "fence", "wait0"] + ["fence", "fence", "wait1", "wait0"] * steps + ["fence", "wait0"]
     found, counts, text, bad = read(code, "Q, K and twice V")
     if counts["UTMASTG"] < 1:
         bad.append("no UTMASTG: O is stored by the copy engine")
-    if [segment[0] for segment in found] != PIPELINE:
+    if [segment[0] for segment in found] != pipeline:
         return bad + ["not the pipeline (marker:products:exponentials): " + text]
     qk, pv = found[1][1], found[-2][1]
-    if [segment[1] for segment in found] != [0, qk, 0] + [qk, pv, 0, 0] * 3 + [pv, 0] or 0 in (qk, pv):
+    if [segment[1] for segment in found] != [0, qk, 0] + [qk, pv, 0, 0] * steps + [pv, 0] or 0 in (qk, pv):
         bad.append("not the products of the pipeline: " + text)
-    if any(found[n][2] < 8 * pv for n in (2, 5, 9, 13)):  # a tile of 16 pv keys is 8 pv exponentials a thread
+    # A tile of 16 pv keys is 8 pv exponentials a thread.
+    if any(found[n][2] < 8 * pv for n in [2] + [5 + 4 * k for k in range(steps)]):
         bad.append("exponentials behind the wait for O: " + text)
     return bad
 
 
-def backward_faults(code):
+def backward_faults(_, code):
     found, _, text, bad = read(code, "Q, K, V and dO")
     followers = [(segment[1], after[0]) for segment, after in zip(found, found[1:] + [["end", 0, 0]]) if segment[1]]
     if not followers or any(products < 4 or after not in ("wait0", "fence") for products, after in followers):
@@ -107,7 +108,7 @@ def main():
             checked += 1
             if options.show:
                 print(name, *segments(code))
-            for fault in check(code):
+            for fault in check(name, code):
                 bad += 1
                 print("%s: %s" % (name, fault))
     print("%d kernels checked, %d faults" % (checked, bad))

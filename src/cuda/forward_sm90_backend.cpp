@@ -49,7 +49,8 @@ Sm90Shape choose_shape(const tw_problem& p) {
 ForwardSm90Config choose(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   const bool negative = softmax_scale_of(p) < 0 && (d <= 64 || d > 128);  // with Q in registers a sign flip does
-  if (p.softcap != 0 || negative || p.dropout_p != 0 || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT)) {
+  if (p.softcap != 0 || negative || p.dropout_p != 0 || p.k_layout == TW_PAGED || has(p, TW_HAS_ALIBI) ||
+      has(p, TW_HAS_MAX_LOGIT)) {
     const Sm90Shape shape = d > 128 ? Sm90Shape::kD256 : d > 64 ? Sm90Shape::kD128Short : Sm90Shape::kD64General;
     return forward_sm90_config(element_of(p), shape, RowSum::kFloat32, ScoreKind::kGeneral);
   }
@@ -99,11 +100,12 @@ bool forward_sm90_available() {
 
 std::string refuse_forward_sm90(const tw_problem& p) {
   if (std::string reason = refuse_common(p); !reason.empty()) return reason;
-  if (p.k_layout == TW_PAGED) return "paged keys";
+  if (p.k_layout == TW_PAGED && (p.page_size < 8 || (64 % p.page_size != 0 && p.page_size % 64 != 0)))
+    return concat("page_size ", p.page_size, ": takes 8, 16, 32 and multiples of 64");
   if (p.seqlen_new > 0) return "keys to append";
   if (p.rotary_dim > 0) return "rotary positions";
-  // A draw belongs to 32 keys, and a window's end moves the tiles off their multiples.
-  if (p.dropout_p != 0 && ends_differ(p)) return "dropout with causal or a window to the right";
+  // A draw belongs to 32 keys, a box to a page: tiles cannot start at multiples of both if keys start inside a page.
+  if (p.dropout_p != 0 && p.k_layout == TW_PAGED && has(p, TW_HAS_LEFTPAD_K)) return "dropout with left padding in pages";
   if (has(p, TW_HAS_BIAS)) return "bias";
   if (p.num_splits > 1) return "num_splits over 1";
   if (p.seqlen_q <= 64 && lengths_decide(p)) return concat("seqlen_q ", p.seqlen_q, ": 64 rows a warpgroup would be mostly empty");
@@ -150,8 +152,15 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   const int panels = whole ? config.panels() : 1;
   const int o_panels = whole ? config.o_columns / 64 : 1;
   TW_RETURN_IF_ERROR(tensor_map({t.q, p.head_dim, config.block_m(), panels}, &params.q));
-  TW_RETURN_IF_ERROR(tensor_map({t.k, p.head_dim, config.block_n, panels}, &params.k));
-  TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, config.block_n, panels}, &params.v));
+  params.key_loads = params.loads_per_tile;
+  int key_rows = config.block_n, key_panels = panels;
+  if (p.k_layout == TW_PAGED) {
+    params.page_rows = key_rows = static_cast<int>(std::min<int64_t>(p.page_size, config.block_n));
+    params.key_loads = config.panels(), key_panels = 1;  // a box of several panels and fewer rows would not lie like a tile
+  }
+  params.key_align = std::max(p.dropout_p != 0 ? 32 : 1, params.page_rows);
+  TW_RETURN_IF_ERROR(tensor_map({t.k, p.head_dim, key_rows, key_panels}, &params.k));
+  TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, key_rows, key_panels}, &params.v));
   TW_RETURN_IF_ERROR(tensor_map({t.o, p.head_dim_v, 64, o_panels}, &params.o));
 
   ForwardParams& forward = params.forward;
@@ -191,7 +200,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   params.window_left = forward.score.window_left;
   params.window_right = forward.score.window_right;
   if (ends_differ(p)) params.window_right = static_cast<int32_t>(std::min<int64_t>(mask_of(p).right, 1 << 29));
-  const bool even = params.window_right < 0 && params.window_left < 0 && p.q_layout == TW_DENSE && p.k_layout == TW_DENSE &&
+  const bool even = params.window_right < 0 && params.window_left < 0 && p.q_layout == TW_DENSE && p.k_layout != TW_PACKED &&
                     (p.features & (TW_HAS_SEQUSED_K | TW_HAS_SEQUSED_Q | TW_HAS_LEFTPAD_K)) == 0;
   if (!even) {
     static std::atomic<uint64_t> launches{0};
@@ -224,7 +233,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
 
 KernelRow forward_sm90_row() {
   return {"forward_sm90", TW_BACKEND_CUDA, TW_FORWARD, "sm_90a",
-          "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, sinks, dropout, dense and packed", forward_sm90_available,
+          "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, sinks, dropout, dense, packed and paged", forward_sm90_available,
           refuse_forward_sm90, plan_forward_sm90, run_forward_sm90};
 }
 

@@ -44,7 +44,7 @@ struct ConsumerSm90 {
   unsigned tile = 0;   // number of the next tile's Work in shared memory
   int steps;           // key tiles of this consumer
   int unmasked_steps;  // of these, the first ones need no mask at their lower end
-  bool mask_upper;     // the first one needs one at its upper end
+  int upper_steps;     // the first ones that need one at their upper end
   int skip_v = 0;      // stages of V that belong to tiles which this consumer does not need; of the next tile
   int next_skip_v = 0;
 
@@ -64,7 +64,7 @@ struct ConsumerSm90 {
 
   // Key past the last one of this consumer's first key tile.
   __device__ __forceinline__ int top_key(const Work& w, int skip) const {
-    return key_tiles<C.block_m(), C.block_n>(p, w).top - skip * C.block_n;
+    return key_tiles<C.block_m(), C.block_n, C.general()>(p, w).top - skip * C.block_n;
   }
   // Whole key tiles beyond the ends of all of this consumer's rows.
   __device__ __forceinline__ int skipped(const Work& w, const KeyTiles& tiles) const {
@@ -92,13 +92,15 @@ struct ConsumerSm90 {
       release(shared.q_empty(q.stage));
       q.advance();
     }
-    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n>(p, w);
+    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n, C.general()>(p, w);
     const int skip = skipped(w, tiles);
     steps = tiles.count - skip;
     int low = 0;  // first key that all rows see
     if (p.window_left >= 0) low = max(0, w.first_row + consumer * 64 + 63 + w.seqlen_k - w.seqlen_q - p.window_left);
     unmasked_steps = min(steps, max(0, tiles.top - skip * C.block_n - low) / C.block_n);
-    mask_upper = p.window_right >= 0 || tiles.top > w.seqlen_k;
+    int high = w.seqlen_k;  // one past the last key that all rows see
+    if (p.window_right >= 0) high = min(high, w.first_row + consumer * 64 + w.seqlen_k - w.seqlen_q + p.window_right + 1);
+    upper_steps = (max(0, tiles.top - skip * C.block_n - high) + C.block_n - 1) / C.block_n;
     if constexpr (C.skips()) {
       next_skip_v = skip;
       for (int n = 0; n < skip; ++n) {
@@ -185,10 +187,15 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void mask_first(float (&s)[kS]) const {
     if (unmasked_steps == 0)
       mask<true, true>(s, work(tile - 1), first_key(0));
-    else if (mask_upper)
+    else if (upper_steps > 0)
       mask<true, false>(s, work(tile - 1), first_key(0));
   }
-  __device__ __forceinline__ void mask_lower(float (&s)[kS], int n) const { mask<false, true>(s, work(tile - 1), first_key(n)); }
+  __device__ __forceinline__ void mask_step(float (&s)[kS], int n) const {
+    if constexpr (!C.general())
+      mask<false, true>(s, work(tile - 1), first_key(n));
+    else if (n >= unmasked_steps || n < upper_steps)
+      mask<true, true>(s, work(tile - 1), first_key(n));
+  }
 
   // ScoreKind::kGeneral: from q . k to logits in natural units; before the mask, which -inf would not survive.
   __device__ __forceinline__ void options(float (&s)[kS], int n) const {
@@ -274,7 +281,7 @@ struct ConsumerSm90 {
     release(shared.k_empty(k.stage));
     k.advance();
     options(s, n);
-    if constexpr (kMasked) mask_lower(s, n);
+    if constexpr (kMasked) mask_step(s, n);
     note_maximum(s);
     weights(s, sum);
     drop(s, n);
@@ -590,7 +597,8 @@ struct ConsumerSm90 {
       while (true) {
         // do, not for: a loop that might run zero times makes the compiler copy the accumulators.
         int n = 1;
-        if (n < unmasked_steps) do {
+        // ScoreKind::kGeneral looks in every step what to mask: its first tile may not be the only one with rows that end in it.
+        if (!C.general() && n < unmasked_steps) do {
             step<false>(n);
           } while (++n < unmasked_steps);
         if (n < steps) do {

@@ -10,11 +10,11 @@ namespace tilewise::cuda {
 
 // One box of all panels of a tile, or a box a panel whose columns end at head_dim.
 template <ForwardSm90Config C>
-__device__ __forceinline__ void load_tile(const ForwardSm90Params& p, uint32_t to, const CUtensorMap& map, uint32_t barrier,
-                                          int rows, int row, int head, int batch) {
+__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap& map, uint32_t barrier, int loads, int rows, int row,
+                                          int head, int batch) {
   ptx::tma_load(to, map, barrier, {{0, row, 0, head, batch}});
   if constexpr (C.panels() > 1)
-    for (int n = 1; n < p.loads_per_tile; ++n)
+    for (int n = 1; n < loads; ++n)
       ptx::tma_load(to + n * rows * 128, map, barrier, {{n * 64, row, 0, head, batch}});
 }
 
@@ -35,8 +35,8 @@ __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, Share
       return;
     }
     ptx::mbarrier_arrive_expect(shared.q_full(q.stage), C.q_bytes());
-    load_tile<C>(p, shared.q(q.stage), p.q, shared.q_full(q.stage), C.block_m(), work.q_begin + work.first_row, work.head,
-                 p.forward.sequence.packed_q ? 0 : work.batch);
+    load_tile<C>(shared.q(q.stage), p.q, shared.q_full(q.stage), p.loads_per_tile, C.block_m(), work.q_begin + work.first_row,
+                 work.head, p.forward.sequence.packed_q ? 0 : work.batch);
     q.advance();
     if (p.order.counter != nullptr) {
       ptx::mbarrier_wait(shared.take_next(), parity);
@@ -46,41 +46,66 @@ __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, Share
   }
 }
 
+// A tile of keys or values.
+struct KeyRows {
+  int row, end;     // rows [row, row + block_n) of a head; end: of the sequence
+  int head, batch;  // batch < 0: there is no such tile
+};
+template <ForwardSm90Config C>
+__device__ __forceinline__ void load_key_rows(const ForwardSm90Params& p, uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                              const KeyRows& rows) {
+  ptx::mbarrier_arrive_expect(barrier, C.k_bytes());
+  if constexpr (C.general()) {
+    if (p.page_rows > 0) {  // a box a page, or what a tile has of it
+      const SequenceParams& s = p.forward.sequence;
+      for (int n = 0; n < C.block_n; n += p.page_rows) {
+        const int position = rows.row + n;
+        int page = -1;  // outside of the tensor: zeros arrive
+        if (position >= 0 && position < rows.end)
+          page = s.page_table[rows.batch * s.page_table_batch + position / s.page_size * s.page_table_page];
+        load_tile<C>(to + n * 128, map, barrier, p.key_loads, C.block_n, position % s.page_size, rows.head, page);
+      }
+      return;
+    }
+  }
+  load_tile<C>(to, map, barrier, p.key_loads, C.block_n, rows.row, rows.head, rows.batch);
+}
+
 // One thread: K(0), K(1), V(0), K(2), V(1), ..., on into the next tile.
 template <ForwardSm90Config C>
 __device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
   Ring<C.stages> k, v;
-  int v_row = 0, v_head = 0, v_batch = -1;  // the V that goes with the last K; none yet
+  KeyRows values = {0, 0, 0, -1};  // that go with the last keys; none yet
   const auto load_v = [&] {
     ptx::mbarrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
-    ptx::mbarrier_arrive_expect(shared.v_full(v.stage), C.k_bytes());
-    load_tile<C>(p, shared.v(v.stage), p.v, shared.v_full(v.stage), C.block_n, v_row, v_head, v_batch);
+    load_key_rows<C>(p, shared.v(v.stage), p.v, shared.v_full(v.stage), values);
     v.advance();
   };
 
-  const int group = p.forward.sequence.num_heads_q / p.forward.sequence.num_heads_k;
+  const SequenceParams& s = p.forward.sequence;
+  const int group = s.num_heads_q / s.num_heads_k;
   for (unsigned tile = 0;; ++tile) {
     ptx::mbarrier_wait(shared.work_full(tile), tile / C.kWorkSlots & 1);
     const Work& work = *shared.work(memory, tile);
     if (work.first_row < 0) break;
-    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n>(p, work);
-    const IndexVector& cache_row = p.forward.sequence.cache_batch_idx;
-    const int head = work.head / group;
-    const int batch = p.forward.sequence.packed_k ? 0 : cache_row ? cache_row.at(work.batch) : work.batch;
+    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n, C.general()>(p, work);
+    KeyRows keys;
+    keys.row = work.k_begin + tiles.top;
+    keys.end = work.k_begin + work.seqlen_k;
+    keys.head = work.head / group;
+    keys.batch = s.packed_k ? 0 : s.cache_batch_idx ? s.cache_batch_idx.at(work.batch) : work.batch;
     const int take_next_at = min(tiles.count, p.order.lead);
-    int row = work.k_begin + tiles.top;
     for (int n = tiles.count; n > 0; --n) {
       if (n == take_next_at && p.order.counter != nullptr) ptx::mbarrier_arrive(shared.take_next());
-      row -= C.block_n;
+      keys.row -= C.block_n;
       ptx::mbarrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
-      ptx::mbarrier_arrive_expect(shared.k_full(k.stage), C.k_bytes());
-      load_tile<C>(p, shared.k(k.stage), p.k, shared.k_full(k.stage), C.block_n, row, head, batch);
+      load_key_rows<C>(p, shared.k(k.stage), p.k, shared.k_full(k.stage), keys);
       k.advance();
-      if (v_batch >= 0) load_v();
-      v_row = row, v_head = head, v_batch = batch;
+      if (values.batch >= 0) load_v();
+      values = keys;
     }
   }
-  if (v_batch >= 0) load_v();
+  if (values.batch >= 0) load_v();
 }
 
 template <ForwardSm90Config C>

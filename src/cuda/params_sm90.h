@@ -21,7 +21,10 @@ struct TileOrder {
 
 struct ForwardSm90Params {
   CUtensorMap q, k, v, o;   // [batch, head, panel, row, column]; one box = all panels, or one of them
-  int32_t loads_per_tile;   // 1: a box has every panel of a tile. Else: boxes of one panel
+  int32_t loads_per_tile;   // of q and o. 1: a box has every panel of a tile. Else: boxes of one panel
+  int32_t key_loads;        // of k and v, the same
+  int32_t page_rows;        // paged: keys of a box, a divisor of block_n and of the page size. Else 0
+  int32_t key_align;        // ScoreKind::kGeneral: key tiles start at multiples of it, a power of two (work_sm90.cuh)
   bool natural;             // ScoreKind::kGeneral: the options leave logits in natural units
   ForwardParams forward;    // options, and what rows that are computed again need
   TileOrder order;

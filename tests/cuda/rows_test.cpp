@@ -98,15 +98,17 @@ std::vector<Check> forward_cases() {
                              " causal scale=-0.2", " causal softcap=20", " softcap=5 sink maxlogit scale=-0.3", " alibi=bh causal", " alibi=h window=200,90",
                              " causal maxlogit", " causal sink", " leftpad seqused_k causal", " leftpad window=99,33", " cache_batch=5 cache_batch_idx seqused_k",
                              " seqused_q seqused_k causal", " sm_margin=100 causal", " batch_invariant", " dropout=0.2 seed=7", " dropout=0.3 causal maxlogit",
-                             " dropout=0.5 rng_state window=100,60 dropout_mask"})
+                             " dropout=0.5 rng_state window=100,60 dropout_mask", " dropout=0.2 leftpad seqused_k causal", " dropout=0.4 window=70,-1"})
       both(s + rest);
     for (const char* rest : {" causal", "", " window=-1,100 no_lse", " sink", " causal softcap=40"})
       both(s + rest + steep(d));
     const std::string paged = std::string("b=2 hq=4 hk=2 sq=300 sk=768 d=") + d;
     for (const char* rest : {" pages=100x16 seqused_k causal", " pages=50x32 seqused_k window=200,30", " pages=30x64", " pages=12x128 leftpad seqused_k causal",
-                             " pages=7x384 softcap=9 sink seqused_k", " pages=100x16 dropout=0.2 causal seqused_k"})
+                             " pages=7x384 softcap=9 sink seqused_k", " pages=100x16 dropout=0.2 causal seqused_k", " pages=210x8 alibi=h causal",
+                             " pages=100x16 leftpad window=50,-1 maxlogit"})
       both(paged + rest);
     both(paged + " pages=100x16 causal seqused_k" + steep(d));
+    both(paged + " dv=72 pages=100x16 causal"), both(paged + " packed_q=500 pages=40x64 causal sink");
     const std::string packed = std::string("b=5 hq=4 hk=1 sq=400 sk=450 packed_q=800 packed_k=900 d=") + d;
     for (const char* rest : {"", " causal", " window=90,50 sink", " causal softcap=7 maxlogit", " causal batch_invariant"}) both(packed + rest);
     both(std::string("b=2 hq=2 hk=1 sq=600 sk=350 causal d=") + d), both(std::string("b=2 hq=2 hk=1 sq=600 sk=200 window=20,100 d=") + d);

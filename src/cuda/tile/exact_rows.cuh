@@ -12,7 +12,7 @@
 
 namespace tilewise::cuda {
 
-template <class T, int kHeadDim, bool kOptions>  // kOptions: softcap, ALiBi, dropout and max_logit may be asked for
+template <class T, int kHeadDim, bool kOptions>  // kOptions: softcap, ALiBi, dropout, max_logit or pages may be asked for
 struct ExactRows {
   static constexpr int kKeys = 16;
   static constexpr int kSlices = kHeadDim / 32;  // of 32 columns
@@ -51,14 +51,29 @@ struct ExactRows {
     return row(half) < seqlen_q && j >= keys.begin && j < keys.end;
   }
 
-  // Key 0 of K or V. d 64: made anew where it is used, for the sake of registers.
+  // Key 0 of K or V, of the head's page 0 if paged. d 64: made anew where it is used, for the sake of registers.
   __device__ __forceinline__ const T* keys(const RowTensor& x, const T* kept) const {
     if constexpr (kHeadDim > 64) return kept;
     return first_key(x);
   }
   __device__ __forceinline__ const T* first_key(const RowTensor& x) const {
     const int b = head / p.sequence.num_heads_q, h = head % p.sequence.num_heads_q;
+    if (kOptions && p.sequence.page_size > 0)
+      return static_cast<const T*>(x.data) + h / (p.sequence.num_heads_q / p.sequence.num_heads_k) * x.head;
     return key_rows<const T>(x, p.sequence, resolve(p.sequence, b), h / (p.sequence.num_heads_q / p.sequence.num_heads_k));
+  }
+
+  // From there to key j.
+  __device__ __forceinline__ int64_t key_offset(const RowTensor& x, int j) const {
+    if constexpr (kOptions) {
+      if (p.sequence.page_size > 0) {
+        const int b = head / p.sequence.num_heads_q;
+        DeviceSequence s{};
+        s.leftpad = p.sequence.leftpad_k ? p.sequence.leftpad_k.at(b) : 0;
+        return paged_row(x, p.sequence, s, b, j);
+      }
+    }
+    return j * x.row;
   }
 
   // Eight columns of a row; zeros where there are none. volatile: a load that is moved up only costs registers.
@@ -87,7 +102,7 @@ struct ExactRows {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const int j = j0 + 8 * n + g;
-        const uint4 key = load(k + j * p.k.row, column, p.head_dim, j < seqlen_k);
+        const uint4 key = load(k + (j < seqlen_k ? key_offset(p.k, j) : 0), column, p.head_dim, j < seqlen_k);
         const uint32_t first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
         ptx::mma_m16n8k16<T>(x[n], first, key.x, key.y);
         ptx::mma_m16n8k16<T>(x[n], second, key.z, key.w);
@@ -156,7 +171,7 @@ struct ExactRows {
       const int j = j0 + 2 * (lane() & 3) + (n & 1) + (n >> 1) * 8, column = 32 * slice + 4 * (lane() >> 2);
       x[n][0] = x[n][1] = 0;
       if (j < seqlen_k && column < p.head_dim_v)
-        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x[n][0]), "=r"(x[n][1]) : "l"(v + j * p.v.row + column));
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x[n][0]), "=r"(x[n][1]) : "l"(v + key_offset(p.v, j) + column));
     }
   }
 

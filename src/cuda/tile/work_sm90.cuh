@@ -18,11 +18,13 @@ static_assert(sizeof(Work) == 32);
 // block_n). If the window has an end (causal: the diagonal), `top` is one past the end of the tile's last row, less whole
 // tiles beyond the sequence: every row then meets a visible key in the first tile of its warpgroup, and only that tile has
 // rows that end inside it. Keys below 0 and beyond the sequence are masked.
+// kAligned: pages and draws of dropout need tiles that start at multiples of key_align (paged: of positions in the cache).
+// `top` is rounded up, so a row may meet its first visible key a tile later.
 struct KeyTiles {
   int top, count;
 };
 
-template <int kBlockM, int kBlockN>
+template <int kBlockM, int kBlockN, bool kAligned>
 __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const Work& work) {
   const int offset = work.seqlen_k - work.seqlen_q;
   KeyTiles tiles;
@@ -30,6 +32,10 @@ __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const 
   if (p.window_right >= 0) {
     tiles.top = work.first_row + kBlockM + offset + p.window_right;
     tiles.top -= max(0, tiles.top - work.seqlen_k) / kBlockN * kBlockN;
+  }
+  if constexpr (kAligned) {
+    const int padding = p.page_rows > 0 ? work.k_begin : 0;
+    tiles.top = ((tiles.top + padding + p.key_align - 1) & -p.key_align) - padding;
   }
   int low = 0;
   if (p.window_left >= 0) low = max(0, work.first_row + offset - p.window_left);
