@@ -28,14 +28,27 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Waits until the phase of this parity has completed. try_wait sleeps in hardware for a while, so this is no hot spin.
+// Waits until the phase of this parity has completed. try_wait sleeps in hardware for a while, so this is no hot spin. With
+// TILEWISE_STRESS, a wait of over two seconds ends the kernel with an error.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+#if defined(TILEWISE_STRESS)
   stress();
+  const long long begin = clock64();
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    if (clock64() - begin > 4'000'000'000) asm volatile("trap;");
+  }
+#else
   asm volatile(
       "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(
           barrier),
       "r"(parity)
       : "memory");
+#endif
 }
 
 // Named barriers: `threads` arrive or wait, a multiple of 32. Number 0 is __syncthreads.
