@@ -397,6 +397,7 @@ struct ConsumerSm90 {
       const int first_key = p.window_left < 0 ? 0 : max(0, diagonal - p.window_left);
       end.flags |= i < done.seqlen_q && last_key >= first_key ? kSees << half : 0;
     }
+    const uint32_t mine = end.flags;  // the vote will add those of other lanes
     if constexpr (kSum) {
       const float weight[2] = {ptx::quad_sum(statistics.sum[0]), ptx::quad_sum(statistics.sum[1])};
       const float sink = f.score.sink ? f.score.sink[done.head * f.score.sink_head] * kLog2E : kMinusInf;
@@ -411,7 +412,7 @@ struct ConsumerSm90 {
           const int i = first + row_of_warpgroup(half);
           const float lse = (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2;
           if (i < done.capacity_q)
-            out[i * f.lse.row] = end.flags & (kSees << half) ? lse : i < done.seqlen_q ? sink * kLn2 : kMinusInf;
+            out[i * f.lse.row] = mine & (kSees << half) ? lse : i < done.seqlen_q ? sink * kLn2 : kMinusInf;
         }
       }
     }
@@ -420,7 +421,7 @@ struct ConsumerSm90 {
         float maximum = kMinusInf;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          if (end.flags & (kSees << half)) maximum = fmaxf(maximum, statistics.maximum[half]);
+          if (mine & (kSees << half)) maximum = fmaxf(maximum, statistics.maximum[half]);
 #pragma unroll
         for (int n = 1; n < 32; n *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, n));
         if (lane == 0 && maximum != kMinusInf)
