@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`./dev demo`: attention on tensors of a real model, with every kernel of this CPU and with standard attention.
+"""`./dev demo`: attention on tensors of a real model, with every kernel of this machine, CPU and GPU, and with standard attention.
 
     tools/demo.py --tilewise build/src/cli/tilewise [--out demo] [--max-seqlen 16384]
 
@@ -151,10 +151,10 @@ def print_row(widths: list[int], cells: list[str]) -> None:
 
 
 def every_kernel(tool: Tool) -> list[dict]:
-  """The captured layer with every available CPU kernel, both passes, float32 and bfloat16."""
+  """The captured layer with every available kernel, both passes, float32 and bfloat16."""
   tensors = read_safetensors(TENSORS)
   print(f"\nOne attention layer of a sentence encoder on 245 tokens of Moby-Dick: {TENSORS.relative_to(ROOT)}")
-  kernels = [k for k in tool.kernels() if k["backend"] in ("cpu", "reference") and k["available"]]
+  kernels = [k for k in tool.kernels() if k["available"]]
   widths = [21, 9, 10, 9, 10]
   rows = []
   for dtype in ("f32", "bf16"):
@@ -164,11 +164,11 @@ def every_kernel(tool: Tool) -> list[dict]:
       print(f"\n  {problem}")
       print_row(widths, ["kernel", "max error", "time", "GFLOP/s", "memory"])
       for kernel in kernels:
-        name = kernel["name"]
-        if kernel["pass"] not in (direction, "both") or not tool.takes(problem, name):
+        name, there = kernel["name"], problem + (" cuda" if kernel["backend"] == "cuda" else "")
+        if kernel["pass"] not in (direction, "both") or not tool.takes(there, name):
           continue
         passes, outputs = tool.run(TENSORS, name, dtype)
-        timing = tool.bench(problem, name)
+        timing = tool.bench(there, name)
         row = {"problem": problem, "kernel": name, "time_ms": timing["samples"]["median"] * 1e3, "gflops": timing["gflops"],
                "memory_mib": mebibytes(passes[direction])}
         if name != REFERENCE:
@@ -240,6 +240,25 @@ def longer_and_longer(tool: Tool, max_seqlen: int) -> list[dict]:
   return points
 
 
+def on_the_gpu(tool: Tool) -> list[dict]:
+  """Longer and longer sequences on the GPU, forward and backward, beside what the matrices of standard attention would take."""
+  print("\nOn the GPU: bfloat16, 16 heads, head_dim 128, causal, random inputs\n")
+  widths = [8, 9, 15, 11, 9, 10, 10]
+  print_row(widths, ["tokens", "pass", "kernel", "time", "TFLOP/s", "memory", "standard*"])
+  rows = []
+  for seqlen in (1024, 4096, 16384, 32768):
+    for direction in ("fwd", "bwd"):
+      timing = tool.bench(f"{direction} bf16 cuda b=1 hq=16 sq={seqlen} d=128 causal")
+      row = {"seqlen": seqlen, "pass": direction, "kernel": timing["kernel"], "time_ms": timing["samples"]["median"] * 1e3,
+             "tflops": timing["gflops"] * 1e-3, "workspace_mib": timing["workspace_bytes"] / 2**20,
+             "standard_mib": timing["standard_bytes"] / 2**20}
+      rows.append(row)
+      print_row(widths, [f"{seqlen}", direction, row["kernel"], text_of_time(row["time_ms"]), f"{row['tflops']:.0f}",
+                         text_of_memory(row["workspace_mib"]), text_of_memory(row["standard_mib"])])
+  print("\n  * by formula: scores and probabilities of all heads")
+  return rows
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--tilewise", required=True, help="the built command line tool")
@@ -254,9 +273,11 @@ def main() -> None:
     tool = Tool(arguments.tilewise, pathlib.Path(scratch))
     rows = every_kernel(tool)
     points = longer_and_longer(tool, arguments.max_seqlen)
+    has_gpu = any(k["backend"] == "cuda" and k["available"] for k in tool.kernels())
+    gpu = on_the_gpu(tool) if has_gpu else []
   arguments.out.mkdir(parents=True, exist_ok=True)
   result = {"title": "Attention forward, float32, 12 heads, head_dim 32: a real layer, its text repeated",
-            "machine": machine, "points": points, "kernels": rows}
+            "machine": machine, "points": points, "kernels": rows, "gpu": gpu}
   path = arguments.out / "demo.json"
   path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
   print(f"\n{path} written; {time.monotonic() - began:.0f} s")

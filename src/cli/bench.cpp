@@ -15,6 +15,7 @@
 #include "cli/output_files.h"
 #include "cli/peak.h"
 #include "cli/standard.h"
+#include "harness/gpu.h"
 #include "harness/inputs.h"
 
 namespace tilewise::cli {
@@ -41,20 +42,21 @@ struct Samples {
   double total = 0;
   int64_t calls = 1;  // per sample
 
+  // call(times) runs it that often and tells the seconds; 0: to be measured here.
   template <class F>
   void take(F&& call) {
-    if (seconds.empty() && total == 0) {  // warm-up, and how many calls a sample needs
+    const auto timed = [&](int64_t times) {
       const auto begin = Clock::now();
-      call();
-      const auto second = Clock::now();
-      call();
-      calls =
-          std::clamp<int64_t>(static_cast<int64_t>(kSampleSeconds / std::max(seconds_since(second), 1e-9)), 1, 100000);
-      total = seconds_since(begin);
+      const double told = call(times);
+      return told > 0 ? told : seconds_since(begin);
+    };
+    if (seconds.empty() && total == 0) {  // warm-up, and how many calls a sample needs
+      total = timed(1);
+      const double second = timed(1);
+      calls = std::clamp<int64_t>(static_cast<int64_t>(kSampleSeconds / std::max(second, 1e-9)), 1, 100000);
+      total += second;
     }
-    const auto begin = Clock::now();
-    for (int64_t n = 0; n < calls; ++n) call();
-    const double elapsed = seconds_since(begin);
+    const double elapsed = timed(calls);
     total += elapsed;
     seconds.push_back(elapsed / static_cast<double>(calls));
   }
@@ -110,13 +112,24 @@ struct Entry {
   std::unique_ptr<harness::Inputs> inputs;
   std::unique_ptr<Plan> plan;
   std::unique_ptr<Workspace> workspace;
-  tw_tensors tensors;
-  std::string isa;  // of its peak
+  std::unique_ptr<harness::GpuTensors> there;  // of a problem on the GPU
+  std::unique_ptr<harness::GpuWorkspace> gpu_workspace;
+  tw_tensors tensors;  // there, if so
+  std::string isa;     // of its peak; "" on a GPU, whose peak is not measured here
   double flops = 0;
   Samples samples, standard;
   std::vector<float> standard_o;
 
-  void run() { detail::require(tw_run(plan->c(), &tensors, workspace->data(), workspace->size(), nullptr)); }
+  // Seconds on the GPU; 0 on the CPU.
+  double run(int64_t times) {
+    double seconds = 0;
+    if (there != nullptr) {
+      detail::require(harness::run_on_gpu(plan->c(), tensors, *gpu_workspace, static_cast<int>(times), &seconds));
+      return seconds * static_cast<double>(times);
+    }
+    for (int64_t n = 0; n < times; ++n) detail::require(tw_run(plan->c(), &tensors, workspace->data(), workspace->size(), nullptr));
+    return 0;
+  }
 };
 
 // Two ways to the same numbers, or the comparison is void. The bound is far above bfloat16's rounding of values near 1.
@@ -140,8 +153,10 @@ tw_tensors forward_only(tw_tensors t) {
 Entry make_entry(const std::string& text, const BenchRequest& options, int threads) {
   Entry entry;
   const Problem problem = parse_problem(text);
-  if (problem.c().device == TW_CUDA)
-    throw UsageError("problem: \"" + text + "\": bench times the CPU; must be without cuda");
+  const bool on_gpu = problem.c().device == TW_CUDA;
+  if (const std::string missing = on_gpu ? harness::gpu_missing() : ""; !missing.empty())
+    throw UsageError("problem: \"" + text + "\": " + missing);
+  if (on_gpu && options.standard) throw UsageError("--standard: runs on the CPU; the problems must be without cuda");
   entry.text = problem.text();
   entry.plan = std::make_unique<Plan>(problem, target_named("auto", options.kernel, threads));
   entry.info = entry.plan->info();
@@ -149,6 +164,13 @@ Entry make_entry(const std::string& text, const BenchRequest& options, int threa
   const tw_status status = harness::Inputs::make(problem.c(), {}, &entry.inputs, &error);
   if (status != TW_OK) throw Error(status, error);
   entry.tensors = entry.inputs->tensors();
+  if (on_gpu) {
+    entry.there = std::make_unique<harness::GpuTensors>(entry.tensors);
+    entry.tensors = entry.there->on_gpu(entry.tensors);
+    entry.gpu_workspace = std::make_unique<harness::GpuWorkspace>(static_cast<size_t>(entry.info.workspace_bytes));
+  } else {
+    entry.workspace = std::make_unique<Workspace>(entry.plan->make_workspace());
+  }
   if (problem.c().pass == TW_BACKWARD) {  // o and lse have to be those of q, k, v
     const tw_problem forward = entry.inputs->forward_problem();
     const tw_tensors t = forward_only(entry.tensors);
@@ -157,10 +179,9 @@ Entry make_entry(const std::string& text, const BenchRequest& options, int threa
     const tw_target where = target.c();
     detail::require(tw_forward(&forward, &t, &where, nullptr));
   }
-  entry.workspace = std::make_unique<Workspace>(entry.plan->make_workspace());
   entry.flops = useful_flops(entry.info, *entry.inputs);
   for (const tw_kernel_info& info : kernels())
-    if (std::strcmp(info.name, entry.info.kernel) == 0) entry.isa = peak_isa(info.isa);
+    if (!on_gpu && std::strcmp(info.name, entry.info.kernel) == 0) entry.isa = peak_isa(info.isa);
   if (options.standard && standard_takes(problem.c())) {
     const tw_problem& p = problem.c();
     entry.standard_o.resize(static_cast<size_t>(p.batch * p.seqlen_q * p.num_heads_q * p.head_dim_v));
@@ -200,11 +221,14 @@ double best_peak(const std::string& isa, int threads) {
 }
 
 double gflops(const Entry& entry, double seconds) { return seconds > 0 ? entry.flops / seconds * 1e-9 : 0; }
-double percent(const Entry& entry, const Peak& peak) {
-  return 100 * gflops(entry, entry.samples.median()) / peak.mean();
+using Peaks = std::map<std::string, Peak>;
+// Of the peak of its instruction set; negative where none was measured.
+double percent(const Entry& entry, const Peaks& peaks) {
+  const auto peak = peaks.find(entry.isa);
+  return peak == peaks.end() ? -1 : 100 * gflops(entry, entry.samples.median()) / peak->second.mean();
 }
 
-std::string table(const std::vector<Entry>& entries, const std::map<std::string, Peak>& peaks, bool standard) {
+std::string table(const std::vector<Entry>& entries, const Peaks& peaks, bool standard) {
   std::string text =
       fmt::format("{:>10} {:>10} {:>9} {:>6}{}  {:<20} {}\n", "median", "min", "GFLOP/s", "peak",
                   standard ? fmt::format(" {:>10} {:>7}", "standard", "faster") : "", "kernel", "problem");
@@ -215,9 +239,10 @@ std::string table(const std::vector<Entry>& entries, const std::map<std::string,
       beside = entry.standard_o.empty() ? fmt::format(" {:>10} {:>7}", "-", "-")
                                         : fmt::format(" {:>10} {:>6.2f}x", seconds_text(entry.standard.median()),
                                                       entry.standard.median() / median);
-    text += fmt::format("{:>10} {:>10} {:>9.1f} {:>5.1f}%{}  {:<20} {}\n", seconds_text(median),
+    const double share = percent(entry, peaks);
+    text += fmt::format("{:>10} {:>10} {:>9.1f} {:>6}{}  {:<20} {}\n", seconds_text(median),
                         seconds_text(entry.samples.quantile(0)), gflops(entry, median),
-                        percent(entry, peaks.at(entry.isa)), beside, entry.info.kernel, entry.text);
+                        share < 0 ? "-" : fmt::format("{:.1f}%", share), beside, entry.info.kernel, entry.text);
   }
   for (const auto& [isa, peak] : peaks) {
     text += fmt::format("peak {}: {:.0f} GFLOP/s before, {:.0f} after", isa, peak.before, peak.after);
@@ -231,7 +256,7 @@ std::string table(const std::vector<Entry>& entries, const std::map<std::string,
   return text;
 }
 
-Json record(const std::vector<Entry>& entries, const std::map<std::string, Peak>& peaks, int threads) {
+Json record(const std::vector<Entry>& entries, const Peaks& peaks, int threads) {
   Json json = {{"tool", "tilewise bench"},
                {"version", version()},
                {"date", date_text()},
@@ -250,8 +275,8 @@ Json record(const std::vector<Entry>& entries, const std::map<std::string, Peak>
                    {"flops", entry.flops},
                    {"samples", entry.samples.json()},
                    {"gflops", gflops(entry, entry.samples.median())},
-                   {"peak_isa", entry.isa},
-                   {"percent_of_peak", percent(entry, peaks.at(entry.isa))}};
+                   {"peak_isa", entry.isa.empty() ? Json() : Json(entry.isa)},
+                   {"percent_of_peak", entry.isa.empty() ? Json() : Json(percent(entry, peaks))}};
     if (!entry.standard_o.empty()) result["standard_samples"] = entry.standard.json();
     json["results"].push_back(std::move(result));
   }
@@ -260,7 +285,7 @@ Json record(const std::vector<Entry>& entries, const std::map<std::string, Peak>
 
 struct Measured {
   std::vector<Entry> entries;
-  std::map<std::string, Peak> peaks;
+  Peaks peaks;
 };
 
 Measured measure(const BenchRequest& options) {
@@ -270,8 +295,9 @@ Measured measure(const BenchRequest& options) {
   std::vector<Entry>& entries = measured.entries;
   for (const std::string& text : options.problems) entries.push_back(make_entry(text, options, threads));
 
-  std::map<std::string, Peak>& peaks = measured.peaks;
-  for (const Entry& entry : entries) peaks[entry.isa] = {};
+  Peaks& peaks = measured.peaks;
+  for (const Entry& entry : entries)
+    if (!entry.isa.empty()) peaks[entry.isa] = {};
   for (auto& [isa, peak] : peaks) peak.before = best_peak(isa, threads);
   {
     // Problems take turns, so that a slow minute of the machine is shared by all.
@@ -283,10 +309,13 @@ Measured measure(const BenchRequest& options) {
       more = false;
       for (Entry& entry : entries) {
         progress.show(entry.text);
-        if (wanting(entry.samples)) entry.samples.take([&] { entry.run(); }), more = true;
+        if (wanting(entry.samples)) entry.samples.take([&](int64_t times) { return entry.run(times); }), more = true;
         if (!entry.standard_o.empty() && wanting(entry.standard)) {
-          entry.standard.take(
-              [&] { standard_attention(entry.inputs->problem(), entry.tensors, entry.standard_o.data(), threads); });
+          entry.standard.take([&](int64_t times) {
+            for (int64_t n = 0; n < times; ++n)
+              standard_attention(entry.inputs->problem(), entry.tensors, entry.standard_o.data(), threads);
+            return 0.0;
+          });
           more = true;
         }
       }

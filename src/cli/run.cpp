@@ -12,6 +12,7 @@
 #include "cli/memory.h"
 #include "cli/output_files.h"
 #include "cli/run_inputs.h"
+#include "harness/gpu.h"
 
 namespace tilewise::cli {
 namespace {
@@ -107,10 +108,33 @@ io::Array as_float32(const io::Array& array) {
   return narrow;
 }
 
+// Does the pass run on the GPU, by --backend or by --kernel?
+bool on_gpu(const Options& o, tw_pass pass) {
+  const Target target = target_of(o, pass);
+  bool gpu = target.backend == TW_BACKEND_CUDA;
+  for (const tw_kernel_info& info : kernels())
+    if (!target.kernel.empty() && target.kernel == info.name) gpu = info.backend == TW_BACKEND_CUDA;
+  if (const std::string missing = gpu ? harness::gpu_missing() : ""; !missing.empty())
+    throw UsageError((target.kernel.empty() ? "--backend: \"cuda\": " : "--kernel: \"" + target.kernel + "\": ") + missing);
+  return gpu;
+}
+
+// On copies there; timed by the GPU after a first run, which loads the kernel.
+Record execute_on_gpu(const Plan& plan, const Tensors& tensors, Record record) {
+  const tw_tensors host = tensors.c();
+  const harness::GpuTensors there(host);
+  const harness::GpuWorkspace workspace(static_cast<size_t>(record.info.workspace_bytes));
+  for (int n = 0; n < 2; ++n) detail::require(harness::run_on_gpu(plan.c(), there.on_gpu(host), workspace, 1, &record.seconds));
+  there.download();
+  record.peak_growth = -1;
+  return record;
+}
+
 Record execute(const Plan& plan, const Problem& problem, const Tensors& tensors) {
   const tw_problem& p = problem.c();
   const double pairs = static_cast<double>(p.batch * p.num_heads_q) * static_cast<double>(p.seqlen_q) * static_cast<double>(p.seqlen_k);
   Record record{problem.text(), plan.info(), 0, 0, 4 * pairs};
+  if (p.device == TW_CUDA) return execute_on_gpu(plan, tensors, record);
   const PeakMemory peak;
   const auto begin = std::chrono::steady_clock::now();
   plan.run(tensors, plan.make_workspace());
@@ -139,7 +163,8 @@ void report(const std::vector<Record>& records, const std::vector<std::string>& 
   for (const Record& r : records) {
     text += fmt::format("problem  {}\nkernel   {}{}{}\n", r.problem, r.info.kernel, r.info.config[0] ? ": " : "",
                         r.info.config);
-    text += fmt::format("time     {} ({:.1f} GFLOP/s), one cold run\n", seconds_text(r.seconds), gflops(r));
+    text += fmt::format("time     {} ({:.1f} GFLOP/s), {}\n", seconds_text(r.seconds), gflops(r),
+                        r.info.backend == TW_BACKEND_CUDA ? "the second run on the GPU, copies not counted" : "one cold run");
     text += fmt::format("memory   {} workspace; {} measured above inputs and outputs; standard attention: {}, each score matrix {}\n",
                         bytes_text(static_cast<double>(r.info.workspace_bytes)),
                         r.peak_growth < 0 ? "not" : bytes_text(static_cast<double>(r.peak_growth)),
@@ -180,7 +205,8 @@ void run(const Options& options) {
   tensors.lse = outputs.add("lse", q_shape.size() == 4   ? std::vector{q_shape[0], q_shape[2], q_shape[1]}
                                    : q_shape.size() == 3 ? std::vector{q_shape[1], q_shape[0]}
                                                          : q_shape);
-  const Problem forward_problem = describe(problem, tensors);
+  Problem forward_problem = describe(problem, tensors);
+  if (on_gpu(options, TW_FORWARD)) forward_problem.c().device = TW_CUDA;
   const Plan forward_plan(forward_problem, target_of(options, TW_FORWARD));
 
   Tensors gradients = tensors;
@@ -198,6 +224,7 @@ void run(const Options& options) {
     gradients.dalibi = outputs.like("dalibi", inputs, "alibi");
     gradients.dsink = outputs.like("dsink", inputs, "sink");
     backward_problem = describe(problem.backward(), gradients);
+    if (on_gpu(options, TW_BACKWARD)) backward_problem.c().device = TW_CUDA;
     backward_plan.emplace(backward_problem, target_of(options, TW_BACKWARD));
   }
 

@@ -23,6 +23,14 @@ void must(cudaError_t error, const char* what) {
 [[noreturn]] void no_cuda() { throw std::runtime_error(gpu_missing()); }
 #endif
 
+// Behind struct_size and reserved there are pointers to tensors only.
+static_assert(offsetof(tw_tensors, q) == 8 && (sizeof(tw_tensors) - 8) % sizeof(void*) == 0);
+template <class F>
+void for_each_tensor(tw_tensors* tensors, F&& f) {
+  const auto fields = reinterpret_cast<const tw_tensor**>(reinterpret_cast<uint8_t*>(tensors) + offsetof(tw_tensors, q));
+  for (size_t n = 0; n < (sizeof(tw_tensors) - offsetof(tw_tensors, q)) / sizeof(void*); ++n) f(fields + n);
+}
+
 }  // namespace
 
 #if defined(TILEWISE_HAVE_CUDA)
@@ -86,6 +94,11 @@ bool GpuWorkspace::guard_intact() const {
   return std::all_of(bytes.begin() + static_cast<int64_t>(bytes_), bytes.end(), [](uint8_t byte) { return byte == 0xff; });
 }
 
+GpuTensors::GpuTensors(const tw_tensors& host) {
+  tw_tensors all = host;
+  for_each_tensor(&all, [&](const tw_tensor** tensor) { add(*tensor); });
+}
+
 void GpuTensors::add(const tw_tensor* host) {
   if (host == nullptr) return;
   int64_t first = 0, last = 0;
@@ -108,15 +121,13 @@ void GpuTensors::add(const tw_tensor* host, void* begin, size_t bytes) {
 
 tw_tensors GpuTensors::on_gpu(const tw_tensors& host) const {
   tw_tensors there = host;
-  // Behind struct_size and reserved there are pointers to tensors only.
-  static_assert(offsetof(tw_tensors, q) == 8 && (sizeof(tw_tensors) - 8) % sizeof(void*) == 0);
-  const auto fields = reinterpret_cast<const tw_tensor**>(reinterpret_cast<uint8_t*>(&there) + offsetof(tw_tensors, q));
-  for (size_t n = 0; n < (sizeof(tw_tensors) - offsetof(tw_tensors, q)) / sizeof(void*); ++n)
+  for_each_tensor(&there, [&](const tw_tensor** tensor) {
     for (const Copy& copy : copies_)
-      if (fields[n] == copy.host) {
-        fields[n] = &copy.there;
+      if (*tensor == copy.host) {
+        *tensor = &copy.there;
         break;
       }
+  });
   return there;
 }
 

@@ -49,6 +49,8 @@ class GpuWorkspace {
 // Copies of tensors. They keep their strides and, if so asked, the memory around them.
 class GpuTensors {
  public:
+  GpuTensors() = default;
+  explicit GpuTensors(const tw_tensors& host);                 // all of a call's
   void add(const tw_tensor* host);                            // what its elements span; nullptr: nothing
   void add(const tw_tensor* host, void* begin, size_t bytes);  // the allocation that it lies in
   tw_tensors on_gpu(const tw_tensors& host) const;            // those that were added, there; valid while this object is
