@@ -10,6 +10,7 @@ Each part stands between two comments, <!-- begin KIND ARGUMENTS --> and <!-- en
     kernels                    `tilewise list --markdown`; a build without CUDA leaves CUDA's rows as they are
     output COMMAND             what a `tilewise` command prints, as on a machine without a GPU
     numbers FILE...            a table of bench/results files, as `tilewise bench --json` writes them
+    gpu FILE                   the grid of a bench/results file that `./dev gpu-bench` writes
     llama FILE                 the result of bench/python/llama_memory.py
     sdpa FILE                  the result of bench/python/sdpa.py
     overhead FILE              the result of bench/python/call_overhead.py
@@ -18,6 +19,7 @@ Each part stands between two comments, <!-- begin KIND ARGUMENTS --> and <!-- en
 import argparse
 import difflib
 import json
+import math
 import os
 import pathlib
 import re
@@ -74,6 +76,29 @@ def numbers(files: list[str]) -> str:
       text += (f"| `{result['problem']}` | `{result['kernel']}` | {1e3 * median:,.1f} ms | {result['gflops']:,.0f} | "
                f"{result['percent_of_peak']:.0f} % | {beside} |\n")
   return text
+
+
+def gpu(file: str) -> str:
+  record = json.loads((ROOT / file).read_text(encoding="utf-8"))
+  cells = [c for c in record["cells"] if c["group"] == "grid" and c["dtype"] == "bf16"]
+  lengths = sorted({c["sq"] for c in cells})
+  text = (f"From [{file}]({file}): {record['gpu']}, {record['date'][:10]}, torch {record['torch']}, cuDNN {record['cudnn']}, matrix product "
+          f"{record['ceilings']['matmul_bf16_tflops']:.0f} TFLOP/s in the same run. bfloat16, {cells[0]['b'] * cells[0]['sq']:,} tokens, heads x "
+          f"head dim = {cells[0]['hq'] * cells[0]['d']:,}, random normal data. TFLOP/s, and in brackets how many times the speed of the fastest of cuDNN, FlashAttention 2 "
+          "(same run) and FlashAttention 3 ([measured before](bench/cases/fa3_h200.json), scaled by the matrix product).\n\n"
+          "| | " + " | ".join(f"{s:,}" for s in lengths) + " |\n|---|" + "---|" * len(lengths) + "\n")
+  best = lambda c: c.get("over_best", c["ratio"])
+  for direction, word in (("fwd", "forward"), ("bwd", "backward")):
+    for d in sorted({c["d"] for c in cells}):
+      for causal in (False, True):
+        row = {c["sq"]: c for c in cells if (c["pass"], c["d"], c["causal"]) == (direction, d, causal)}
+        text += f"| {word}, d {d}, {'causal' if causal else 'full'} | " + " | ".join(
+            f"{row[s]['results']['tilewise']['tflops']:.0f} ({best(row[s]):.2f})" if s in row else "" for s in lengths) + " |\n"
+  means = []
+  for direction, word in (("fwd", "forward"), ("bwd", "backward")):
+    ratios = [best(c) for c in cells if c["pass"] == direction]
+    means.append(f"{word} {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}")
+  return text + f"\nGeometric means of the numbers in brackets: {', '.join(means)}.\n"
 
 
 def machine(record: dict) -> str:
@@ -157,6 +182,8 @@ def rendered(text: str, tool: str | None) -> str:
       body = output(arguments, tool) if tool else match.group(3)
     elif kind == "numbers":
       body = numbers(arguments.split())
+    elif kind == "gpu":
+      body = gpu(arguments)
     elif kind == "llama":
       body = llama(arguments)
     elif kind == "overhead":

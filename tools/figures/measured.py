@@ -1,7 +1,6 @@
 """Speed and accuracy, as bench/results have them."""
 
 import json
-import re
 
 import numpy as np
 import style
@@ -39,42 +38,44 @@ def draw_cpu(data):
   return figure
 
 
+PEERS = {"cudnn": ("cuDNN", "x--"), "flash": ("FlashAttention 2", "+:"), "fa3": ("FlashAttention 3, scaled", "d-.")}
+
+
 def h200() -> dict:
-  """16384 tokens in sequences of each length: {"forward_sm90 d 64 full": {length: TFLOP/s}, ...}."""
-  data: dict[str, dict] = {}
-  for line in (RESULTS / "h200_sm90_forward.txt").read_text(encoding="utf-8").splitlines():
-    match = re.match(r"T d(\d+) (full|causal) s(\d+) no_lse \S+ ms (\S+) TF", line)
-    if match:
-      data.setdefault(f"forward_sm90 d {match.group(1)} {match.group(2)}", {})[match.group(3)] = float(match.group(4))
-  for file in ("h200_sm80.json", "h200_sm90_backward.json"):
-    for row in json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]:
-      match = re.fullmatch(r"(?:fwd|bwd) bf16 b=(\d+) hq=(\d+) sq=(\d+) d=(\d+)( causal)?", row["problem"])
-      if match and int(match.group(1)) * int(match.group(3)) == 16384 and int(match.group(2)) * int(match.group(4)) == 2048:
-        data.setdefault(f"{row['kernel']} d {match.group(4)} {'causal' if match.group(5) else 'full'}", {})[match.group(3)] = row["tflops"]
+  """{"forward, d 64, full": {"tilewise": {length: TFLOP/s}, "cudnn": .., "flash": .., "fa3": ..}, ..}."""
+  record = json.loads((RESULTS / "h200.json").read_text(encoding="utf-8"))
+  data: dict[str, dict] = {"gpu": record["gpu"]}
+  for cell in record["cells"]:
+    if cell["group"] != "grid" or cell["dtype"] != "bf16":
+      continue
+    panel = data.setdefault(f"{'forward' if cell['pass'] == 'fwd' else 'backward'}, d {cell['d']}, {'causal' if cell['causal'] else 'full'}", {})
+    for name in ("tilewise", "cudnn", "flash"):
+      panel.setdefault(name, {})[str(cell["sq"])] = cell["results"][name]["tflops"]
+    if "fa3_tflops_scaled" in cell:
+      panel.setdefault("fa3", {})[str(cell["sq"])] = cell["fa3_tflops_scaled"]
   return data
 
 
 def draw_h200(data):
-  figure, axes = style.panels(2, 2, 4.8, sharey=True, sharex=True)
-  colours = {"64": style.SKY, "128": style.BLUE, "256": style.GREEN}
-  for row, name in zip(axes, ("forward", "backward")):
-    for one, kind in zip(row, ("full", "causal")):
-      for d, colour in colours.items():
-        for chip, look in (("sm90", {"fmt": "o-"}), ("sm80", {"fmt": "s:", "markersize": 4, "linewidth": 1.2})):
-          line = sorted((int(sq), value) for sq, value in data.get(f"{name}_{chip} d {d} {kind}", {}).items())
-          one.semilogx([sq for sq, _ in line], [value for _, value in line], look["fmt"], color=colour,
-                       **{key: value for key, value in look.items() if key != "fmt"})
-      one.set(title=f"{name}, {kind}", ylim=(0, 900), xticks=[512, 1024, 2048, 4096, 8192, 16384])
+  figure, axes = style.panels(4, 3, 8.4, sharey=True, sharex=True)
+  rows = [(name, kind) for name in ("forward", "backward") for kind in ("full", "causal")]
+  for row, (name, kind) in zip(axes, rows):
+    for one, d in zip(row, (64, 128, 256)):
+      panel = data[f"{name}, d {d}, {kind}"]
+      for peer, look, colour, width in [(p, PEERS[p][1], style.ORANGE if p == "cudnn" else style.INK, 1.1) for p in PEERS] + [("tilewise", "o-", style.BLUE, 2)]:
+        line = sorted((int(sq), value) for sq, value in panel.get(peer, {}).items())
+        one.semilogx([sq for sq, _ in line], [value for _, value in line], look, color=colour, linewidth=width, markersize=4.5)
+      one.set(title=f"{name}, {kind}, d {d}", ylim=(0, 900), xticks=[512, 1024, 2048, 4096, 8192, 16384])
       one.set_xticklabels(["512", "1k", "2k", "4k", "8k", "16k"])
       one.minorticks_off()
       one.grid(axis="y")
     row[0].set_ylabel("TFLOP/s")
-  for one in axes[1]:
+  for one in axes[-1]:
     one.set_xlabel("tokens to a sequence")
   line = style.plt.Line2D
-  handles = [line([], [], color=colour) for colour in colours.values()]
-  handles += [line([], [], color=style.INK, marker="o"), line([], [], color=style.INK, marker="s", linestyle=":", linewidth=1.2, markersize=4)]
-  figure.legend(handles, ["d 64", "d 128", "d 256", "sm90 rows", "sm80 rows"], loc="outside right center", fontsize=8.5)
+  handles = [line([], [], color=style.BLUE, marker="o", linewidth=2)]
+  handles += [line([], [], color=style.ORANGE if p == "cudnn" else style.INK, marker=PEERS[p][1][0], linestyle=PEERS[p][1][1:], linewidth=1.1) for p in PEERS]
+  figure.legend(handles, ["Tilewise"] + [words for words, _ in PEERS.values()], loc="outside upper center", ncols=4, fontsize=8.5)
   return figure
 
 

@@ -120,17 +120,16 @@ def roofline() -> dict:
   """FLOPs and bytes of forward passes, as tilewise.memory counts them; measured speeds from bench/results; the data sheet."""
   gpu = tilewise.gpus()["H200"]
   measured = {}
-  for line in (RESULTS / "h200_sm90_forward.txt").read_text(encoding="utf-8").splitlines():
-    words = line.split()
-    if line.startswith("T d") and words[2] == "full" and words[4] == "no_lse":
-      measured[words[1], int(words[3][1:])] = float(words[7])
+  for cell in json.loads((RESULTS / "h200.json").read_text(encoding="utf-8"))["cells"]:
+    if (cell["group"], cell["pass"], cell["dtype"], cell["causal"]) == ("grid", "fwd", "bf16", False):
+      measured[cell["d"], cell["sq"]] = cell["results"]["tilewise"]["tflops"]
   points = []
   for d in (64, 128):
     for sq in (512, 2048, 16384):
       problem = f"fwd bf16 cuda b={16384 // sq} hq={2048 // d} sq={sq} d={d}"
       found = tilewise.memory(problem)
       points.append({"d": d, "sq": sq, "standard": found.flops / found.standard_bytes_moved, "tiled": found.flops / found.tiled_bytes_moved,
-                     "tflops": measured[f"d{d}", sq]})
+                     "tflops": measured[d, sq]})
   return {"bandwidth": gpu.memory_bytes_per_second, "tensor": gpu.tensor_flops, "points": points}
 
 
