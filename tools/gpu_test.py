@@ -4,7 +4,8 @@
     tools/gpu_test.py --build build-cuda [--python PYTHON] [--seconds 480] [--only REGEX] [--log FILE]
 
 Parts: the rows on the case matrix and on the lines of tests/cases against float64, random problems, the contract tests if they
-were built, calls (repeats, graphs, streams, failed launches), the Python tests on CUDA tensors, and a subset of the cases under compute-sanitizer where it exists.
+were built, calls (repeats, graphs, streams, failed launches), the Python tests on CUDA tensors, and a subset of the cases under
+compute-sanitizer where it exists.
 """
 
 import argparse

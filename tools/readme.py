@@ -84,8 +84,8 @@ def gpu(file: str) -> str:
   lengths = sorted({c["sq"] for c in cells})
   text = (f"From [{file}]({file}): {record['gpu']}, {record['date'][:10]}, torch {record['torch']}, cuDNN {record['cudnn']}, matrix product "
           f"{record['ceilings']['matmul_bf16_tflops']:.0f} TFLOP/s in the same run. bfloat16, {cells[0]['b'] * cells[0]['sq']:,} tokens, heads x "
-          f"head dim = {cells[0]['hq'] * cells[0]['d']:,}, random normal data. TFLOP/s, and in brackets how many times the speed of the fastest of cuDNN, FlashAttention 2 "
-          "(same run) and FlashAttention 3 ([measured before](bench/cases/fa3_h200.json), scaled by the matrix product).\n\n"
+          f"head dim = {cells[0]['hq'] * cells[0]['d']:,}, random normal data. TFLOP/s, and in brackets how many times the speed of the fastest "
+          "of cuDNN, FlashAttention 2 (same run) and FlashAttention 3 ([measured before](bench/cases/fa3_h200.json), scaled by the matrix product).\n\n"
           "| | " + " | ".join(f"{s:,}" for s in lengths) + " |\n|---|" + "---|" * len(lengths) + "\n")
   best = lambda c: c.get("over_best", c["ratio"])
   for direction, word in (("fwd", "forward"), ("bwd", "backward")):

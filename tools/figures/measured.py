@@ -62,7 +62,8 @@ def draw_h200(data):
   for row, (name, kind) in zip(axes, rows):
     for one, d in zip(row, (64, 128, 256)):
       panel = data[f"{name}, d {d}, {kind}"]
-      for peer, look, colour, width in [(p, PEERS[p][1], style.ORANGE if p == "cudnn" else style.INK, 1.1) for p in PEERS] + [("tilewise", "o-", style.BLUE, 2)]:
+      lines = [(p, look, style.ORANGE if p == "cudnn" else style.INK, 1.1) for p, (_, look) in PEERS.items()]
+      for peer, look, colour, width in [*lines, ("tilewise", "o-", style.BLUE, 2)]:
         line = sorted((int(sq), value) for sq, value in panel.get(peer, {}).items())
         one.semilogx([sq for sq, _ in line], [value for _, value in line], look, color=colour, linewidth=width, markersize=4.5)
       one.set(title=f"{name}, {kind}, d {d}", ylim=(0, 900), xticks=[512, 1024, 2048, 4096, 8192, 16384])
@@ -74,7 +75,8 @@ def draw_h200(data):
     one.set_xlabel("tokens to a sequence")
   line = style.plt.Line2D
   handles = [line([], [], color=style.BLUE, marker="o", linewidth=2)]
-  handles += [line([], [], color=style.ORANGE if p == "cudnn" else style.INK, marker=PEERS[p][1][0], linestyle=PEERS[p][1][1:], linewidth=1.1) for p in PEERS]
+  handles += [line([], [], color=style.ORANGE if p == "cudnn" else style.INK, marker=look[0], linestyle=look[1:], linewidth=1.1)
+              for p, (_, look) in PEERS.items()]
   figure.legend(handles, ["Tilewise"] + [words for words, _ in PEERS.values()], loc="outside upper center", ncols=4, fontsize=8.5)
   return figure
 
