@@ -51,6 +51,14 @@ bool any_device_from(int capability) {
   return false;
 }
 
+bool can_start_early([[maybe_unused]] int index) {
+#if defined(TILEWISE_SM90)
+  return device_facts(index).capability == 90;
+#else
+  return false;
+#endif
+}
+
 Status device_error(const char* what, int error) {
   return Status(TW_DEVICE_ERROR, concat(what, ": ", cudaGetErrorName(static_cast<cudaError_t>(error)), " (",
                                         cudaGetErrorString(static_cast<cudaError_t>(error)), ")"));

@@ -18,6 +18,10 @@ int device_count();  // 0 where there is no driver
 const DeviceFacts& device_facts(int index);
 bool any_device_from(int capability);
 
+// May kernels that wait by themselves (ptx/grid.cuh) start early there? Only if their code for sm_90 is what runs: what a driver
+// compiles for a newer GPU from PTX of an older one does not wait.
+bool can_start_early(int index);
+
 Status device_error(const char* what, int cuda_error);
 
 class DeviceGuard {

@@ -53,7 +53,6 @@ const ForwardConfig& config_for(const ForwardKernels& kernels, ForwardKind kind,
 
 constexpr int64_t kMaxLength = int64_t{1} << 30;  // positions are 32-bit inside a sequence, offsets 64-bit everywhere
 constexpr int64_t kFewRows = 64;                  // block_m of the few-rows kernels
-constexpr int64_t kMaxSplits = 128;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -71,13 +70,13 @@ struct Cut {
 
 int64_t choose_splits(const tw_problem& p, int64_t tasks, int64_t block_n, int multiprocessors) {
   const int64_t key_tiles = ceil_div(p.seqlen_k + p.seqlen_new, block_n);
-  if (p.num_splits > 0) return std::min<int64_t>({p.num_splits, kMaxSplits, std::max<int64_t>(key_tiles, 1)});
+  if (p.num_splits > 0) return std::min<int64_t>({p.num_splits, int64_t{kMaxSplits}, std::max<int64_t>(key_tiles, 1)});
   // A split count that follows the batch would change a sequence's rounding with its neighbours.
   if (p.batch_invariant || tasks == 0) return 1;
   const int64_t slots = 2 * int64_t{multiprocessors};  // two blocks of 64 rows fit a multiprocessor
   if (tasks * 10 >= slots * 8 || key_tiles <= 4) return 1;
   // At least two tiles a split, so that the merge stays cheap beside the work.
-  return std::clamp<int64_t>(slots / tasks, 1, std::min(kMaxSplits, key_tiles / 2));
+  return std::clamp<int64_t>(slots / tasks, 1, std::min<int64_t>(kMaxSplits, key_tiles / 2));
 }
 
 Cut cut_forward(const tw_problem& p, const Target& target) {
@@ -182,8 +181,51 @@ Status plan_forward_sm80(const tw_problem& p, const Target& target, Plan* plan) 
   plan->num_splits = cut.num_splits;
   plan->num_tasks = cut.tasks;
   if (cut.tasks > 0x7fffffff) return unsupported("forward_sm80: ", cut.tasks, " blocks, at most 2^31 - 1");
-  plan->workspace_bytes =
-      rotated_bytes(p) + (cut.num_splits == 1 ? 0 : cut.num_splits * split_rows(p) * (split_columns(p) + 1) * int64_t{4});
+  plan->workspace_bytes = forward_workspace_bytes(p, cut.num_splits);
+  return Status();
+}
+
+int64_t forward_workspace_bytes(const tw_problem& p, int64_t num_splits) {
+  return rotated_bytes(p) + (num_splits == 1 ? 0 : num_splits * split_rows(p) * (split_columns(p) + 1) * int64_t{4});
+}
+
+Status prepare_forward(const tw_problem& p, const tw_tensors& t, int64_t pack, int64_t num_splits, void* workspace, void* stream,
+                       ForwardParams* params) {
+  params->sequence = sequence_params(p, t);
+  params->score = score_params(p, t);
+  params->q = row_tensor(*t.q);
+  params->k = row_tensor(*t.k);
+  params->v = row_tensor(*t.v);
+  params->o = row_tensor(*t.o);
+  params->o_is_float = t.o->dtype == TW_FLOAT32 && p.dtype != TW_FLOAT32;
+  params->aligned = (p.rotary_dim > 0 ? p.head_dim * dtype_size(p.dtype) % 16 == 0 : rows_aligned(*t.q)) && rows_aligned(*t.k) && rows_aligned(*t.v);
+  params->o_aligned = !params->o_is_float && rows_aligned(*t.o);
+  params->head_dim = static_cast<int32_t>(p.head_dim);
+  params->head_dim_v = static_cast<int32_t>(p.head_dim_v);
+  params->lse = row_scalar(t.lse);
+  params->pack = static_cast<int32_t>(pack);
+  params->num_splits = static_cast<int32_t>(num_splits);
+  if (num_splits > 1) {
+    params->split_o = reinterpret_cast<float*>(static_cast<char*>(workspace) + rotated_bytes(p));
+    params->split_columns = static_cast<int32_t>(split_columns(p));
+    params->split_lse = params->split_o + num_splits * split_rows(p) * split_columns(p);
+  }
+  if (t.max_logit) {
+    params->max_logit = static_cast<float*>(t.max_logit->data);
+    params->max_logit_batch = t.max_logit->stride[0];
+    params->max_logit_head = t.max_logit->stride[1];
+    const int error = launch_fill(params->max_logit, p.batch, p.num_heads_q, params->max_logit_batch, params->max_logit_head,
+                                  -__builtin_huge_valf(), stream);
+    if (error != 0) return device_error("max_logit", error);
+  }
+  if (t.dropout_mask) {
+    const tw_tensor& mask = *t.dropout_mask;
+    const int error = launch_dropout_mask(params->sequence, params->score, static_cast<uint8_t*>(mask.data), mask.shape,
+                                          mask.stride, stream);
+    if (error != 0) return device_error("dropout_mask", error);
+  }
+  if (t.k_new || p.rotary_dim > 0)
+    if (const int error = prepare_cache(p, t, workspace, params, stream); error != 0) return device_error("append", error);
   return Status();
 }
 
@@ -193,35 +235,9 @@ Status run_forward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, 
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
 
-  ForwardParams params = {};
-  params.sequence = sequence_params(p, t);
-  params.score = score_params(p, t);
-  params.q = row_tensor(*t.q);
-  params.k = row_tensor(*t.k);
-  params.v = row_tensor(*t.v);
-  params.o = row_tensor(*t.o);
-  params.o_is_float = t.o->dtype == TW_FLOAT32 && p.dtype != TW_FLOAT32;
-  params.aligned = (p.rotary_dim > 0 ? p.head_dim * dtype_size(p.dtype) % 16 == 0 : rows_aligned(*t.q)) && rows_aligned(*t.k) && rows_aligned(*t.v);
-  params.o_aligned = !params.o_is_float && rows_aligned(*t.o);
-  params.head_dim = static_cast<int32_t>(p.head_dim);
-  params.head_dim_v = static_cast<int32_t>(p.head_dim_v);
-  params.lse = row_scalar(t.lse);
-  if (t.max_logit) {
-    params.max_logit = static_cast<float*>(t.max_logit->data);
-    params.max_logit_batch = t.max_logit->stride[0];
-    params.max_logit_head = t.max_logit->stride[1];
-    const int error = launch_fill(params.max_logit, p.batch, p.num_heads_q, params.max_logit_batch, params.max_logit_head,
-                                  -__builtin_huge_valf(), stream);
-    if (error != 0) return device_error("max_logit", error);
-  }
-  if (t.dropout_mask) {
-    const tw_tensor& mask = *t.dropout_mask;
-    const int error = launch_dropout_mask(params.sequence, params.score, static_cast<uint8_t*>(mask.data), mask.shape,
-                                          mask.stride, stream);
-    if (error != 0) return device_error("dropout_mask", error);
-  }
-
   const Cut cut = cut_forward(p, plan.target);
+  ForwardParams params = {};
+  TW_RETURN_IF_ERROR(prepare_forward(p, t, cut.pack, cut.num_splits, workspace, stream, &params));
   ForwardKind kind = cut.kind;
   int64_t num_blocks = cut.num_blocks, tasks = cut.tasks;
   if ((kind == ForwardKind::kPlain || kind == ForwardKind::kDropout) && !(params.aligned && params.o_aligned)) {  // only the pointers tell
@@ -230,21 +246,12 @@ Status run_forward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, 
     num_blocks = std::max<int64_t>(ceil_div(p.seqlen_q, config_for(kernels, kind, plan.target).block_m), 1);
     tasks = per_block * num_blocks;
   }
-  params.pack = static_cast<int32_t>(cut.pack);
   params.num_blocks = static_cast<int32_t>(num_blocks);
-  params.num_splits = static_cast<int32_t>(cut.num_splits);
-  if (cut.num_splits > 1) {
-    params.split_o = reinterpret_cast<float*>(static_cast<char*>(workspace) + rotated_bytes(p));
-    params.split_columns = static_cast<int32_t>(split_columns(p));
-    params.split_lse = params.split_o + cut.num_splits * split_rows(p) * split_columns(p);
-  }
-  if (t.k_new || p.rotary_dim > 0)
-    if (const int error = prepare_cache(p, t, workspace, &params, stream); error != 0) return device_error("append", error);
   if (query_rows(p) == 0 || p.num_heads_q == 0) return Status();
   if (const int error = kernels.launch[static_cast<int>(kind)][shape_for(kernels, kind, plan.target)](params, tasks, stream); error != 0)
     return device_error("forward_sm80", error);
   if (cut.num_splits > 1)
-    if (const int error = launch_combine(params, element_of(p.dtype), stream); error != 0)
+    if (const int error = launch_combine(params, element_of(p.dtype), can_start_early(plan.target.device_index), stream); error != 0)
       return device_error("combine", error);
   return Status();
 }

@@ -19,6 +19,10 @@ int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
 int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stream);
 
+// `early`: the kernel may start before those ahead of it in the stream have ended, and waits by itself.
+template <Element kElement, int kHeadDim>
+int launch_decode(const ForwardParams& params, int64_t num_blocks, bool early, void* stream);
+
 // All shapes of a head dimension; `num_blocks` stay on their multiprocessors and take tiles.
 template <Element kElement, int kHeadDim>
 int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params& params, int num_blocks, void* stream);
@@ -41,12 +45,14 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
   extern template int launch_backward<Element::element, BackwardKind::kDropout, head_dim, true>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, false>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, true>(const BackwardParams&, int64_t, void*);
+#define TW_DECODE_SM80(element, head_dim) \
+  extern template int launch_decode<Element::element, head_dim>(const ForwardParams&, int64_t, bool, void*);
 #include "cuda/kernels.def"
 
 // utility.cu
 int launch_fill(float* data, int64_t n0, int64_t n1, int64_t stride0, int64_t stride1, float value, void* stream);
 int launch_append(const AppendParams& params, Element element, void* stream);
-int launch_combine(const ForwardParams& params, Element element, void* stream);
+int launch_combine(const ForwardParams& params, Element element, bool early, void* stream);
 int launch_dropout_mask(const SequenceParams& sequence, const ScoreParams& score, uint8_t* mask,
                         const int64_t (&shape)[4], const int64_t (&stride)[4], void* stream);
 

@@ -58,6 +58,8 @@ struct ScoreParams {
   int64_t rng_stride;
 };
 
+inline constexpr int kMaxSplits = 128;  // combine_kernel keeps a weight of each
+
 struct ForwardParams {
   SequenceParams sequence;
   ScoreParams score;

@@ -64,15 +64,16 @@ int launch_append(const AppendParams& p, Element element, void* stream) {
   }
 }
 
-int launch_combine(const ForwardParams& p, Element element, void* stream) {
+int launch_combine(const ForwardParams& p, Element element, bool early, void* stream) {
   const SequenceParams& q = p.sequence;
   const int64_t rows = q.packed_q ? q.total_q : static_cast<int64_t>(q.batch) * q.seqlen_q;
-  const int64_t blocks = (rows * q.num_heads_q + kCombineWarps - 1) / kCombineWarps;
+  const int64_t blocks = blocks_for(rows * q.num_heads_q, 1);
   const auto s = static_cast<cudaStream_t>(stream);
+  const Start start = early ? Start::kEarly : Start::kInOrder;
   switch (element) {
-    case Element::kFloat16: return launch<combine_kernel<ptx::float16>>(p, blocks, kCombineWarps * 32, 0, s);
-    case Element::kBfloat16: return launch<combine_kernel<ptx::bfloat16>>(p, blocks, kCombineWarps * 32, 0, s);
-    default: return launch<combine_kernel<float>>(p, blocks, kCombineWarps * 32, 0, s);
+    case Element::kFloat16: return launch<combine_kernel<ptx::float16>>(p, blocks, kCombineWarps * 32, 0, s, start);
+    case Element::kBfloat16: return launch<combine_kernel<ptx::bfloat16>>(p, blocks, kCombineWarps * 32, 0, s, start);
+    default: return launch<combine_kernel<float>>(p, blocks, kCombineWarps * 32, 0, s, start);
   }
 }
 

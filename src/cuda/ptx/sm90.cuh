@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace tilewise::ptx {
@@ -15,10 +16,6 @@ template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// Programmatic dependent launch: wait for the kernels before this one; let the next one start its prologue.
-__device__ __forceinline__ void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Four 8 x 8 matrices from a warp's fragment to shared memory: the inverse of ldmatrix_x4.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
