@@ -80,15 +80,15 @@ struct DecodeKernel {
     return make_uint4(pair(0), pair(2), pair(4), pair(6));
   }
 
-  // Rows j0 .. of k or v, up to key `end`; zeros beyond, and beyond column `cols`.
-  __device__ __forceinline__ void load_unit(uint32_t unit, const RowTensor& x, const T* base, Place place, int j0, int end,
-                                            int cols) const {
+  // Rows j0 .. of k or v (base: row 0, or page 0), up to key `end`; zeros beyond, and beyond column `cols`.
+  __device__ __forceinline__ void load_unit(uint32_t unit, const T* base, int64_t page_stride, int64_t row_stride, int cols, Place place,
+                                            int j0, int end) const {
     const int lane_row = lane / kD, chunk = lane % kD;
     const bool paged = p.sequence.page_size > 0, column = chunk * 8 < cols;
-    const int64_t page_offset = paged ? place.page * x.batch + place.row * x.row : 0;
+    const int64_t page_offset = paged ? place.page * page_stride + place.row * row_stride : 0;
     const auto offset = [&](int pass) {
       return paged ? __shfl_sync(0xffffffffu, page_offset, lane_row + pass * kRowsPerPass)
-                   : (j0 + lane_row + pass * kRowsPerPass) * x.row;
+                   : (j0 + lane_row + pass * kRowsPerPass) * row_stride;
     };
     if (!p.aligned) {
 #pragma unroll 1
@@ -110,7 +110,7 @@ struct DecodeKernel {
     } else {
       int64_t at = offset(0);
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass, at += kRowsPerPass * x.row) copy(pass, at);
+      for (int pass = 0; pass < kPasses; ++pass, at += kRowsPerPass * row_stride) copy(pass, at);
     }
   }
 
@@ -400,25 +400,21 @@ struct DecodeKernel {
       };
       const auto unit = [&](int n) { return ring + n * C.unit_bytes(); };
       const auto advance = [](int& n) { n = n + 1 == C.kUnits ? 0 : n + 1; };
-      const auto request_k = [&] {
-        place = next_place;
+      const auto request = [&](bool is_v) {  // K, then V of the same keys
+        if (!is_v) place = next_place;
         if (write_j0 < keys.end) {
-          load_unit(unit(write), p.k, k, place, write_j0, keys.end, p.head_dim);
-          look_up(write_j0 + C.block_n());
+          load_unit(unit(write), is_v ? v : k, is_v ? p.v.batch : p.k.batch, is_v ? p.v.row : p.k.row,
+                    is_v ? p.head_dim_v : p.head_dim, place, write_j0, keys.end);
+          if (!is_v) look_up(write_j0 + C.block_n());
         }
         ptx::cp_async_commit();
         advance(write);
-      };
-      const auto request_v = [&] {
-        if (write_j0 < keys.end) load_unit(unit(write), p.v, v, place, write_j0, keys.end, p.head_dim_v);
-        ptx::cp_async_commit();
-        advance(write);
-        write_j0 += C.block_n();
+        if (is_v) write_j0 += C.block_n();
       };
       look_up(write_j0);
       load_queries(s_q);  // with the first K
-#pragma unroll
-      for (int n = 0; n < C.kAhead; ++n) request_k(), request_v();
+#pragma unroll 1
+      for (int n = 0; n < 2 * C.kAhead; ++n) request(n & 1);  // a loop: a kernel of some microseconds fetches its code as well
 
       place_rows();
       // Units inside these bounds are visible to every row of the block.
@@ -438,7 +434,7 @@ struct DecodeKernel {
       for (int j0 = keys.begin + warp * kKeys; j0 < keys.end; j0 += C.block_n()) {
         ptx::cp_async_wait<2 * C.kAhead - 1>();
         __syncwarp();  // K is here, and every lane is done with the last V, whose place the next request takes
-        request_k();
+        request(false);
         float x[1][kN][4];
 #pragma unroll
         for (int n = 0; n < kN; ++n)
@@ -458,7 +454,7 @@ struct DecodeKernel {
 
         ptx::cp_async_wait<2 * C.kAhead - 1>();
         __syncwarp();  // V is here, and every lane is done with K
-        request_v();
+        request(true);
         if (masked) take_nonfinite(x, o, j0, unit(read));
         const auto lane_v = lane_address_bt<T, kBytes>(unit(read), lane);
 #pragma unroll

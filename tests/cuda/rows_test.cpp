@@ -1,6 +1,7 @@
 // Every CUDA row against the float64 reference, over shapes, layouts and options. Skips where there is no GPU; with
 // TILEWISE_TEST_BACKEND=cpu the rows of the CPU walk through the same list.
-//   rows_test [forward|backward|cases] [regular expression] [another]: cases that match both; cases: the lines of tests/cases
+//   rows_test [forward|decode|backward|cases] [regular expression] [another]: cases that match both; decode: the part of forward
+//   with few queries a sequence; cases: the lines of tests/cases
 //   rows_test random SECONDS [SEED]: random problems, until the time is up
 #include <algorithm>
 #include <chrono>
@@ -119,6 +120,46 @@ std::vector<Check> forward_cases() {
   // Zero sizes.
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink", "b=1 hq=0 sq=5", "b=2 hq=2 sq=100 sk=0 causal splits=2"})
     both(std::string(rest) + " d=64");
+  return cases;
+}
+
+// One or a few queries over many keys: every row count up to the 16 of a product and beyond, splits, caches.
+std::vector<Check> decode_cases() {
+  std::vector<Check> cases;
+  const auto both = [&](const std::string& text, Layout layout = Layout::kContiguous, InputKind kind = InputKind::kGaussian,
+                        bool float_out = false, bool nan_rows = false) {
+    for (const char* dtype : {"bf16", "f16"}) cases.push_back({std::string("fwd ") + dtype + " " + text, layout, kind, float_out, nan_rows});
+  };
+  for (const char* d : {"64", "128", "256"}) {
+    const auto end = [&](const char* rest) { return std::string(" d=") + d + rest; };
+    for (const char* heads : {"hq=3 hk=3", "hq=8 hk=2", "hq=14 hk=2", "hq=32 hk=2", "hq=32 hk=1"})
+      for (const char* rest : {"", " splits=3 sink", " splits=40 seqused_k maxlogit", " window=100,-1 splits=2", " pages=300x16 seqused_k", " alibi=h leftpad"})
+        both(std::string("b=3 ") + heads + " sq=1 sk=1200" + end(rest));
+    for (const char* sk : {"1", "15", "16", "17", "63", "64", "65", "129", "500"})
+      for (const char* rest : {"", " splits=128 causal sink"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=") + sk + end(rest));
+    for (const char* sq : {"2", "4", "5", "8"})
+      for (const char* rest : {" causal", " causal splits=4 maxlogit", " window=33,7 splits=3", " causal softcap=9 seqused_k seqused_q sink", " causal seqused_k seqused_q splits=5 sink",
+                               " scale=-0.2 causal", " scale=0 splits=2", " batch_invariant causal", " sm_margin=20 causal", " no_lse causal"})
+        both(std::string("b=3 hq=8 hk=2 sk=700 sq=") + sq + end(rest));
+    for (const char* pages : {" pages=2000x1", " pages=300x5", " pages=90x16", " pages=5x256"})
+      for (const char* rest : {" seqused_k causal", " leftpad seqused_k splits=3", " window=50,10 splits=2"})
+        both(std::string("b=3 hq=8 hk=2 sq=2 sk=") + (std::string(pages) == " pages=5x256" ? "256" : std::string(pages) == " pages=300x5" ? "400" : "432") + end("") + pages + rest);
+    for (Layout layout : {Layout::kTransposed, Layout::kFusedQkv, Layout::kUnaligned, Layout::kEveryOther})
+      both(std::string("b=2 hq=8 hk=2 sq=2 sk=500") + end(" causal"), layout), both(std::string("b=2 hq=8 hk=2 sq=2 sk=500") + end(" splits=4"), layout);
+    both(std::string("b=2 hq=8 hk=2 sq=2 sk=432") + end(" pages=90x16"), Layout::kUnaligned);
+    for (const char* rest : {"", " causal splits=4", " sink", " causal softcap=40"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=700") + end(rest) + steep(d));
+    for (const char* rest : {"", " causal splits=4"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=700") + end(rest), Layout::kContiguous, InputKind::kPeaked);
+    for (const char* rest : {" causal", " splits=3"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=700") + end(rest), Layout::kContiguous, InputKind::kGaussian, true);
+    for (const char* rest : {" causal", " window=20,3", " window=60,0 splits=2", " causal splits=7", " causal softcap=5"})
+      both(std::string("b=2 hq=8 hk=2 sq=4 sk=100") + end(rest), Layout::kContiguous, InputKind::kGaussian, false, true);
+    for (const char* rest : {"", " causal", " causal splits=3 sink", " causal seqused_q seqused_k splits=2 sink alibi=bh", " window=30,10 maxlogit"}) {
+      both(std::string("b=5 hq=8 hk=2 sq=4 sk=300 packed_q=17 packed_k=900") + end(rest));
+      both(std::string("b=5 hq=8 hk=2 sq=4 sk=320 packed_q=17 pages=120x16") + end(rest));
+    }
+    both(std::string("b=3 hq=8 hk=2 sq=2 sk=300 new=3 seqused_k rotary=32 causal splits=3") + end(""));
+  }
+  for (auto [d, dv] : std::vector<std::pair<int, int>>{{8, 8}, {40, 72}, {72, 40}, {96, 96}, {192, 128}, {128, 256}, {248, 8}})
+    for (const char* rest : {" causal", " splits=5 sink"}) both("b=2 hq=8 hk=2 sq=2 sk=500 d=" + std::to_string(d) + " dv=" + std::to_string(dv) + rest);
   return cases;
 }
 
@@ -243,6 +284,8 @@ int run_cases(const std::string& which, const std::string& first_filter, const s
   std::vector<Check> cases;
   if (which == "cases") cases = listed_cases();
   if (which == "forward" || which.empty()) cases = forward_cases();
+  if (which == "forward" || which == "decode" || which.empty())
+    for (Check& c : decode_cases()) cases.push_back(c);
   if (which == "backward" || which.empty())
     for (Check& c : backward_cases()) cases.push_back(c);
   Tally tally(!second_filter.empty());
