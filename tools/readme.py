@@ -11,6 +11,7 @@ Each part stands between two comments, <!-- begin KIND ARGUMENTS --> and <!-- en
     output COMMAND             what a `tilewise` command prints, as on a machine without a GPU
     numbers FILE...            a table of bench/results files, as `tilewise bench --json` writes them
     gpu FILE                   the grid of a bench/results file that `./dev gpu-bench` writes
+    decode FILE                the decoding steps of `./dev gpu-bench`
     llama FILE                 the result of bench/python/llama_memory.py
     sdpa FILE                  the result of bench/python/sdpa.py
     overhead FILE              the result of bench/python/call_overhead.py
@@ -101,6 +102,19 @@ def gpu(file: str) -> str:
   return text + f"\nGeometric means of the numbers in brackets: {', '.join(means)}.\n"
 
 
+def decode(file: str) -> str:
+  record = json.loads((ROOT / file).read_text(encoding="utf-8"))
+  cells = [c for c in record["cells"] if c["group"] == "decode"]
+  first = cells[0]
+  text = (f"Decoding, one query a sequence, {first['hq']} query heads over {first['hk']} key heads of {first['d']}, bfloat16, from [{file}]({file}): "
+          f"microseconds a call, and TB/s of keys and values; a copy moved {record['ceilings']['copy_gb_s'] / 1e3:.2f} TB/s in the same run.\n\n"
+          "| batch x keys | Tilewise | cuDNN | FlashAttention 2 |\n|---|---|---|---|\n")
+  show = lambda row: f"{1e3 * row['ms']:.1f} ({row['gb_s'] / 1e3:.2f})" if row else ""
+  for c in cells:
+    text += f"| {c['b']} x {c['sk']:,} | " + " | ".join(show(c["results"].get(n)) for n in ("tilewise", "cudnn", "flash")) + " |\n"
+  return text
+
+
 def machine(record: dict) -> str:
   """The processor's instruction sets, threads, torch, date and load, from what bench/python/common.py writes."""
   lines = record["machine"]["cpu"].splitlines()
@@ -184,6 +198,8 @@ def rendered(text: str, tool: str | None) -> str:
       body = numbers(arguments.split())
     elif kind == "gpu":
       body = gpu(arguments)
+    elif kind == "decode":
+      body = decode(arguments)
     elif kind == "llama":
       body = llama(arguments)
     elif kind == "overhead":

@@ -28,6 +28,7 @@ const char* const kProblems[] = {
     "fwd DTYPE b=3 hq=8 hk=2 sq=1 sk=1500 d=128 splits=5 seqused_k sink",
     "fwd DTYPE b=7 hq=4 hk=1 sq=200 sk=210 d=64 packed_q=900 packed_k=800 causal",
     "fwd DTYPE b=7 hq=4 hk=1 sq=3 sk=210 d=64 pages=80x16 seqused_k causal",
+    "fwd DTYPE b=2 hq=8 hk=2 sq=2 sk=4000 d=256 causal",
     "bwd DTYPE b=2 hq=4 hk=2 sq=300 sk=333 d=64 causal deterministic",
     "bwd DTYPE b=1 hq=4 hk=4 sq=1000 sk=1025 d=128 deterministic",
     "bwd DTYPE b=1 hq=2 sq=257 sk=511 d=256 causal deterministic",

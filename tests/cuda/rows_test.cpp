@@ -133,23 +133,23 @@ std::vector<Check> decode_cases() {
   for (const char* d : {"64", "128", "256"}) {
     const auto end = [&](const char* rest) { return std::string(" d=") + d + rest; };
     for (const char* heads : {"hq=3 hk=3", "hq=8 hk=2", "hq=14 hk=2", "hq=32 hk=2", "hq=32 hk=1"})
-      for (const char* rest : {"", " splits=3 sink", " splits=40 seqused_k maxlogit", " window=100,-1 splits=2", " pages=300x16 seqused_k", " alibi=h leftpad"})
-        both(std::string("b=3 ") + heads + " sq=1 sk=1200" + end(rest));
+      for (const char* rest : {"", " splits=3 sink", " splits=40 seqused_k maxlogit", " window=100,-1 splits=2", " pages=120x16 seqused_k", " alibi=h leftpad"})
+        both(std::string("b=3 ") + heads + " sq=1 sk=528" + end(rest));
     for (const char* sk : {"1", "15", "16", "17", "63", "64", "65", "129", "500"})
       for (const char* rest : {"", " splits=128 causal sink"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=") + sk + end(rest));
     for (const char* sq : {"2", "4", "5", "8"})
       for (const char* rest : {" causal", " causal splits=4 maxlogit", " window=33,7 splits=3", " causal softcap=9 seqused_k seqused_q sink", " causal seqused_k seqused_q splits=5 sink",
                                " scale=-0.2 causal", " scale=0 splits=2", " batch_invariant causal", " sm_margin=20 causal", " no_lse causal"})
-        both(std::string("b=3 hq=8 hk=2 sk=700 sq=") + sq + end(rest));
+        both(std::string("b=3 hq=8 hk=2 sk=400 sq=") + sq + end(rest));
     for (const char* pages : {" pages=2000x1", " pages=300x5", " pages=90x16", " pages=5x256"})
       for (const char* rest : {" seqused_k causal", " leftpad seqused_k splits=3", " window=50,10 splits=2"})
         both(std::string("b=3 hq=8 hk=2 sq=2 sk=") + (std::string(pages) == " pages=5x256" ? "256" : std::string(pages) == " pages=300x5" ? "400" : "432") + end("") + pages + rest);
     for (Layout layout : {Layout::kTransposed, Layout::kFusedQkv, Layout::kUnaligned, Layout::kEveryOther})
       both(std::string("b=2 hq=8 hk=2 sq=2 sk=500") + end(" causal"), layout), both(std::string("b=2 hq=8 hk=2 sq=2 sk=500") + end(" splits=4"), layout);
     both(std::string("b=2 hq=8 hk=2 sq=2 sk=432") + end(" pages=90x16"), Layout::kUnaligned);
-    for (const char* rest : {"", " causal splits=4", " sink", " causal softcap=40"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=700") + end(rest) + steep(d));
-    for (const char* rest : {"", " causal splits=4"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=700") + end(rest), Layout::kContiguous, InputKind::kPeaked);
-    for (const char* rest : {" causal", " splits=3"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=700") + end(rest), Layout::kContiguous, InputKind::kGaussian, true);
+    for (const char* rest : {"", " causal splits=4", " sink", " causal softcap=40"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=400") + end(rest) + steep(d));
+    for (const char* rest : {"", " causal splits=4"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=400") + end(rest), Layout::kContiguous, InputKind::kPeaked);
+    for (const char* rest : {" causal", " splits=3"}) both(std::string("b=2 hq=8 hk=2 sq=3 sk=400") + end(rest), Layout::kContiguous, InputKind::kGaussian, true);
     for (const char* rest : {" causal", " window=20,3", " window=60,0 splits=2", " causal splits=7", " causal softcap=5"})
       both(std::string("b=2 hq=8 hk=2 sq=4 sk=100") + end(rest), Layout::kContiguous, InputKind::kGaussian, false, true);
     for (const char* rest : {"", " causal", " causal splits=3 sink", " causal seqused_q seqused_k splits=2 sink alibi=bh", " window=30,10 maxlogit"}) {
