@@ -15,7 +15,8 @@ struct Merged {
 };
 
 // By every lane of a warp; writes the splits' weights, -1 for one that saw no key.
-__device__ __forceinline__ Merged merge_lse(const ForwardParams& p, int64_t item, int64_t part, int64_t row, int h, float* weights) {
+__device__ __forceinline__ Merged merge_lse(const ForwardParams& p, int64_t item, int64_t part, int64_t row, int h,
+                                            float* weights) {
   const SequenceParams& q = p.sequence;
   const int lane = threadIdx.x % 32;
   float own[kMaxSplits / 32];
@@ -65,23 +66,29 @@ __device__ __forceinline__ Merged merge_lse(const ForwardParams& p, int64_t item
   return merged;
 }
 
+// In 32 bits where they suffice: a 64-bit division takes a hundred instructions.
+__device__ __forceinline__ int64_t divide(int64_t a, int64_t b) {
+  return (a | b) >> 32 == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
+}
+
 // One block per (head, row); its warps share the splits, their lanes take four columns each.
 template <class T>
 __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __grid_constant__ ForwardParams p) {
   __shared__ float weights[kCombineWarps][kMaxSplits];
   __shared__ float4 partial[kCombineWarps][32];
-  ptx::wait_for_previous_kernels();
-  ptx::let_next_kernel_start();
   const SequenceParams& q = p.sequence;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t rows = q.packed_q ? q.total_q : static_cast<int64_t>(q.batch) * q.seqlen_q;
   const int64_t part = rows * q.num_heads_q;
   for (int64_t item = blockIdx.x; item < part; item += gridDim.x) {
-    const int h = static_cast<int>(item / rows);
-    const int64_t row = item % rows;
+    const int h = static_cast<int>(divide(item, rows));
+    const int64_t row = item - h * rows, b = q.packed_q ? 0 : divide(row, q.seqlen_q), i = row - b * q.seqlen_q;
+    const int64_t o_offset = (q.packed_q ? row * p.o.row : b * p.o.batch + i * p.o.row) + h * p.o.head;
+    if (item == blockIdx.x) {  // what comes before is done while they run
+      ptx::wait_for_previous_kernels();
+      ptx::let_next_kernel_start();  // not before the wait: its blocks should find the multiprocessors empty
+    }
     if (q.packed_q && row >= q.cu_seqlens_q.at(q.batch)) continue;  // zeroed by the main kernel
-    const int64_t o_offset =
-        (q.packed_q ? row * p.o.row : row / q.seqlen_q * p.o.batch + row % q.seqlen_q * p.o.row) + h * p.o.head;
     Merged merged{};
     for (int first = 0; first < p.head_dim_v; first += 128) {
       const int column = first + lane * 4;
@@ -136,8 +143,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32) combine_kernel(const __gri
       __syncthreads();
     }
     if (p.lse && threadIdx.x == 0)
-      p.lse.data[(q.packed_q ? row * p.lse.row : row / q.seqlen_q * p.lse.batch + row % q.seqlen_q * p.lse.row) + h * p.lse.head] =
-          merged.lse;
+      p.lse.data[(q.packed_q ? row * p.lse.row : b * p.lse.batch + i * p.lse.row) + h * p.lse.head] = merged.lse;
   }
 }
 

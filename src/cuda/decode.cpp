@@ -1,6 +1,7 @@
 #include "cuda/decode.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "core/dtype.h"
@@ -25,7 +26,8 @@ constexpr DecodeKernels kKernels[] = {
 
 const DecodeKernels* find_kernels(const tw_problem& p) {
   for (const DecodeKernels& kernels : kKernels)
-    if (kernels.config.element == element_of(p.dtype) && kernels.config.head_dim >= std::max(p.head_dim, p.head_dim_v)) return &kernels;
+    if (kernels.config.element == element_of(p.dtype) && kernels.config.head_dim >= std::max(p.head_dim, p.head_dim_v))
+      return &kernels;
   return nullptr;
 }
 
@@ -34,10 +36,14 @@ constexpr int64_t kMaxRows = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How a problem is cut, from the problem alone (and the device's multiprocessors).
-struct Cut {
-  int64_t num_blocks, items, num_splits;  // items: blocks before the keys are split
-};
+// Blocks of 16 rows of a key head; and all blocks before the keys are split.
+int64_t num_blocks(const tw_problem& p) {
+  return std::max<int64_t>(ceil_div(p.seqlen_q * std::max<int64_t>(group_size(p), 1), DecodeConfig::kRows), 1);
+}
+int64_t num_items(const tw_problem& p) {
+  const int64_t batch = p.batch + (p.q_layout == TW_PACKED);  // one more for the rows of no sequence
+  return num_blocks(p) * p.num_heads_k * batch;
+}
 
 // The longest range of keys that a block walks, as far as the host knows.
 int64_t longest_walk(const tw_problem& p) {
@@ -47,42 +53,46 @@ int64_t longest_walk(const tw_problem& p) {
   return std::min(keys, mask.left + mask.right + p.seqlen_q);
 }
 
-// The number of splits with the least time by a small model, in nanoseconds. A block's step (its warps' K and V) takes its
-// share of the memory's bandwidth, or, if few blocks run, what one block can do. Starting and ending a block, and merging, cost
-// about what they were measured to on an H200; half or twice of each gives nearly the same cuts.
-int64_t choose_splits(const tw_problem& p, const DecodeConfig& config, int64_t items, const Target& target) {
-  constexpr double kBytesPerNs = 4200, kBlockNs = 1500, kMergeNs = 2500, kMergePerSplitNs = 20, kBlockBytesPerNs = 50;
+// The number of splits with the least time by a small model, in nanoseconds, or the smallest within 1.5 % of it. The constants are
+// an H200's (docs/kernels/decode_sm80.md).
+int64_t choose_splits(const tw_problem& p, const DecodeConfig& config, const Target& target) {
+  constexpr double kBytesPerNs = 4550, kLatencyNs = 950, kPagedLatencyNs = 1600;  // of a request
+  constexpr double kBlockNs = 1500, kMergeNs = 1500, kMergePerRowNs = 3, kMergePerSplitNs = 10;
   const int64_t steps = std::max<int64_t>(ceil_div(longest_walk(p), config.block_n()), 1);
   if (p.num_splits > 0) return std::min<int64_t>({p.num_splits, int64_t{kMaxSplits}, steps});
   // A split count that follows the batch would change a sequence's rounding with its neighbours.
-  if (p.batch_invariant || items == 0) return 1;
+  if (p.batch_invariant) return 1;
+  const int64_t items = num_items(p);
   const DeviceFacts& device = device_facts(target.device_index);
   const int64_t shared = device.shared_bytes_per_block + 1024;  // of a multiprocessor; each block takes 1 KiB more
   const int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(2, shared / (config.shared_bytes() + 1024)));
-  const int64_t slots = blocks * std::max(1, device.multiprocessors - std::max(p.sm_margin, 0));
-  const double bytes = static_cast<double>(config.block_n() * (p.head_dim + p.head_dim_v) * dtype_size(p.dtype));
-  const auto step_ns = [&](int64_t running) { return bytes * std::max(1 / kBlockBytesPerNs, static_cast<double>(running) / kBytesPerNs); };
-  int64_t best = 1;
-  double least = 0;
-  for (int64_t n = 1; n <= std::min<int64_t>(kMaxSplits, steps); ++n) {
+  const int64_t multiprocessors = std::max(1, device.multiprocessors - std::max(p.sm_margin, 0)), slots = blocks * multiprocessors;
+  // Blocks that run side by side: what they keep under way over the time of a request, up to the memory's bandwidth; between the
+  // two a smooth corner, as requests take longer near the bandwidth.
+  const double latency = p.k_layout == TW_PAGED ? kPagedLatencyNs : kLatencyNs;
+  const double under_way = static_cast<double>(2 * config.ahead * config.unit_bytes() * config.num_warps);
+  const double step_bytes = static_cast<double>(config.block_n() * (p.head_dim + p.head_dim_v) * dtype_size(p.dtype));
+  const auto wave_ns = [&](int64_t running, int64_t share) {
+    const double asked = static_cast<double>(running) * under_way / latency;
+    const auto cube = [](double x) { return x * x * x; };
+    double bytes_per_ns = 1 / std::cbrt(1 / cube(asked) + 1 / cube(kBytesPerNs));
+    // Two blocks on some multiprocessors and one on others: these end early, and those cannot use all that they leave.
+    if (running > multiprocessors) bytes_per_ns *= 1 - (1 - static_cast<double>(running) / static_cast<double>(slots)) / 3;
+    return kBlockNs + static_cast<double>(running * share) * step_bytes / bytes_per_ns;
+  };
+  const double merge_ns = kMergeNs + kMergePerRowNs * static_cast<double>(query_rows(p) * p.num_heads_q);
+  const auto time_ns = [&](int64_t n) {
     const int64_t share = ceil_div(steps, n), running = items * ceil_div(steps, share);  // splits with keys
     const int64_t waves = running / slots, rest = running % slots;
-    double time = n == 1 ? 0 : kMergeNs + kMergePerSplitNs * static_cast<double>(n);
-    time += static_cast<double>(waves) * (kBlockNs + static_cast<double>(share) * step_ns(slots));
-    if (rest > 0) time += kBlockNs + static_cast<double>(share) * step_ns(rest);
-    if (n == 1 || time < least) best = n, least = time;
-  }
-  return best;
-}
-
-Cut cut_decode(const tw_problem& p, const Target& target) {
-  Cut cut{};
-  const int64_t group = std::max<int64_t>(group_size(p), 1);
-  cut.num_blocks = std::max<int64_t>(ceil_div(p.seqlen_q * group, DecodeConfig::kRows), 1);
-  const int64_t batch = p.batch + (p.q_layout == TW_PACKED);  // one more for the rows of no sequence
-  cut.items = cut.num_blocks * (p.num_heads_q / group) * batch;
-  cut.num_splits = choose_splits(p, find_kernels(p)->config, cut.items, target);
-  return cut;
+    return (n == 1 ? 0 : merge_ns + kMergePerSplitNs * static_cast<double>(n)) +
+           (waves == 0 ? 0 : static_cast<double>(waves) * wave_ns(slots, share)) + (rest == 0 ? 0 : wave_ns(rest, share));
+  };
+  const int64_t most = std::min<int64_t>(kMaxSplits, steps);
+  double least = time_ns(1);
+  for (int64_t n = 2; n <= most; ++n) least = std::min(least, time_ns(n));
+  int64_t n = 1;
+  while (time_ns(n) > 1.015 * least) ++n;
+  return n;
 }
 
 std::string refuse_decode_sm80(const tw_problem& p) {
@@ -99,16 +109,15 @@ std::string refuse_decode_sm80(const tw_problem& p) {
 
 Status plan_decode_sm80(const tw_problem& p, const Target& target, Plan* plan) {
   const DecodeConfig& config = find_kernels(p)->config;
-  const Cut cut = cut_decode(p, target);
   plan->config = concat("tile ", DecodeConfig::kRows, "x", config.block_n(), "x", config.head_dim, ", ", config.num_warps,
-                        " warps with keys of their own, ", config.shared_bytes(), " bytes shared, ", std::max<int64_t>(group_size(p), 1),
-                        " heads a tile");
+                        " warps with keys of their own, ", config.shared_bytes(), " bytes shared, ",
+                        std::max<int64_t>(group_size(p), 1), " heads a tile");
   plan->block_m = DecodeConfig::kRows;
   plan->block_n = config.block_n();
-  plan->num_splits = cut.num_splits;
-  plan->num_tasks = cut.items * cut.num_splits;
+  plan->num_splits = choose_splits(p, config, target);
+  plan->num_tasks = num_items(p) * plan->num_splits;
   if (plan->num_tasks > 0x7fffffff) return unsupported("decode_sm80: ", plan->num_tasks, " blocks, at most 2^31 - 1");
-  plan->workspace_bytes = forward_workspace_bytes(p, cut.num_splits);
+  plan->workspace_bytes = forward_workspace_bytes(p, plan->num_splits);
   return Status();
 }
 
@@ -116,15 +125,15 @@ Status run_decode_sm80(const Plan& plan, const tw_tensors& t, void* workspace, v
   const tw_problem& p = plan.problem;
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
-  const Cut cut = cut_decode(p, plan.target);
   ForwardParams params = {};
-  TW_RETURN_IF_ERROR(prepare_forward(p, t, std::max<int64_t>(group_size(p), 1), cut.num_splits, workspace, stream, &params));
-  params.num_blocks = static_cast<int32_t>(cut.num_blocks);
+  TW_RETURN_IF_ERROR(prepare_forward(p, t, std::max<int64_t>(group_size(p), 1), plan.num_splits, workspace, stream, &params));
+  params.num_blocks = static_cast<int32_t>(num_blocks(p));
   const bool early = can_start_early(plan.target.device_index);
-  if (const int error = find_kernels(p)->launch(params, cut.items * cut.num_splits, early, stream); error != 0)
+  if (const int error = find_kernels(p)->launch(params, plan.num_tasks, early, stream); error != 0)
     return device_error("decode_sm80", error);
-  if (cut.num_splits > 1)
-    if (const int error = launch_combine(params, element_of(p.dtype), early, stream); error != 0) return device_error("combine", error);
+  if (plan.num_splits > 1)
+    if (const int error = launch_combine(params, element_of(p.dtype), early, stream); error != 0)
+      return device_error("combine", error);
   return Status();
 }
 

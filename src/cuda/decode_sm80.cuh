@@ -37,6 +37,7 @@ struct DecodeKernel {
 
   const ForwardParams& p;
   int b, head_k, first_head, first_row, num_rows, split;  // first_row: packed row; num_rows: of these 16 that exist
+  int pack_inverse;  // 2^16 / pack, rounded up
   DeviceSequence s;
   int warp, lane;
   bool natural;  // logits carry the scale already, as softcap, ALiBi and a scale <= 0 need it
@@ -45,9 +46,9 @@ struct DecodeKernel {
   Range keys_of[2];
   float slope[2];
 
-  // Packed row r of this block -> query and head.
-  __device__ __forceinline__ int query(int r) const { return (first_row + r) / p.pack; }
-  __device__ __forceinline__ int head(int r) const { return first_head + (first_row + r) % p.pack; }
+  // Packed row r of this block -> query and head. A division by a multiplication: exact, as rows stay below 64.
+  __device__ __forceinline__ int query(int r) const { return (first_row + r) * pack_inverse >> 16; }
+  __device__ __forceinline__ int head(int r) const { return first_head + first_row + r - query(r) * p.pack; }
 
   __device__ __forceinline__ void place_rows() {
 #pragma unroll
@@ -80,50 +81,51 @@ struct DecodeKernel {
     return make_uint4(pair(0), pair(2), pair(4), pair(6));
   }
 
-  // Rows j0 .. of k or v (base: row 0, or page 0), up to key `end`; zeros beyond, and beyond column `cols`.
-  __device__ __forceinline__ void load_unit(uint32_t unit, const T* base, int64_t page_stride, int64_t row_stride, int cols, Place place,
-                                            int j0, int end) const {
+  // Rows j0 .. of k or v (base: row 0, or page 0), up to key `end`; zeros beyond, and beyond column `cols`. A warp has its
+  // scheduler nearly to itself, so every instruction here is time: whole units of aligned rows take a few a row.
+  __device__ __forceinline__ void load_unit(uint32_t unit, const T* base, int64_t page_stride, int64_t row_stride, int cols,
+                                            Place place, int j0, int end) const {
     const int lane_row = lane / kD, chunk = lane % kD;
     const bool paged = p.sequence.page_size > 0, column = chunk * 8 < cols;
     const int64_t page_offset = paged ? place.page * page_stride + place.row * row_stride : 0;
-    const auto offset = [&](int pass) {
-      return paged ? __shfl_sync(0xffffffffu, page_offset, lane_row + pass * kRowsPerPass)
-                   : (j0 + lane_row + pass * kRowsPerPass) * row_stride;
-    };
-    if (!p.aligned) {
-#pragma unroll 1
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const int row = lane_row + pass * kRowsPerPass;
-        const T* from = base + offset(pass) + chunk * 8;
-        ptx::store_shared(unit + Layout::chunk_offset(row, chunk), read_chunk(from, column && j0 + row < end));
+    // Permuting the chunks of a row is an XOR in bits 4 to 6, in which the addresses of whole groups of 8 rows are 0.
+    const uint32_t lane_to = unit + Layout::chunk_offset(lane_row, chunk);
+    const auto to = [&](int pass) { return (lane_to ^ (pass * kRowsPerPass & 7) << 4) + pass * kRowsPerPass * kBytes; };
+    const T* from = base + chunk * 8;
+    if (p.aligned && j0 + kKeys <= end) {
+      if (paged) {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+          ptx::cp_async_16(to(pass), from + __shfl_sync(0xffffffffu, page_offset, lane_row + pass * kRowsPerPass), column ? 16 : 0);
+      } else {
+        from += (j0 + lane_row) * row_stride;
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass, from += kRowsPerPass * row_stride) ptx::cp_async_16(to(pass), from, column ? 16 : 0);
       }
       return;
     }
-    const auto copy = [&](int pass, int64_t at) {
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
       const int row = lane_row + pass * kRowsPerPass;
+      const int64_t offset = paged ? __shfl_sync(0xffffffffu, page_offset, row) : (j0 + row) * row_stride;
       const bool exists = column && j0 + row < end;
-      ptx::cp_async_16(unit + Layout::chunk_offset(row, chunk), exists ? base + at + chunk * 8 : base, exists ? 16 : 0);
-    };
-    if (paged) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) copy(pass, offset(pass));
-    } else {
-      int64_t at = offset(0);
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass, at += kRowsPerPass * row_stride) copy(pass, at);
+      if (p.aligned) ptx::cp_async_16(to(pass), exists ? from + offset : base, exists ? 16 : 0);
+      else ptx::store_shared(to(pass), read_chunk(from + offset, exists));
     }
   }
 
-  // The rows of Q that exist, zeros for the others. By all warps.
+  // The rows of Q that exist, zeros for the others. By all warps; not by cp.async, so that nobody waits for it but its reader.
   __device__ __forceinline__ void load_queries(uint32_t s_q) const {
     const T* q = static_cast<const T*>(p.q.data) + query_rows_offset(p.q);
+#pragma unroll
     for (int item = threadIdx.x; item < kRows * kD; item += C.num_threads()) {
       const int r = item / kD, chunk = item % kD;
       const bool exists = r < num_rows && query(r) < s.seqlen_q && chunk * 8 < p.head_dim;
-      const T* from = q + (exists ? row_offset(p.q, r) + chunk * 8 : 0);
-      const uint32_t to = s_q + Layout::chunk_offset(r, chunk);
-      if (p.aligned) ptx::cp_async_16(to, from, exists ? 16 : 0);
-      else ptx::store_shared(to, read_chunk(from, exists));
+      const T* from = q + row_offset(p.q, r) + chunk * 8;
+      uint4 x{};
+      if (p.aligned && exists) x = *reinterpret_cast<const uint4*>(from);
+      else x = read_chunk(from, exists);
+      ptx::store_shared(s_q + Layout::chunk_offset(r, chunk), x);
     }
   }
 
@@ -221,7 +223,8 @@ struct DecodeKernel {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const uint4 v = ptx::load_shared_16(unit + Layout::chunk_offset(lane / kD + pass * kRowsPerPass, lane % kD));
-      found |= ptx::has_nonfinite<T>(v.x) || ptx::has_nonfinite<T>(v.y) || ptx::has_nonfinite<T>(v.z) || ptx::has_nonfinite<T>(v.w);
+      found |= ptx::has_nonfinite<T>(v.x) || ptx::has_nonfinite<T>(v.y) || ptx::has_nonfinite<T>(v.z) ||
+               ptx::has_nonfinite<T>(v.w);
     }
     if (!__any_sync(0xffffffffu, found)) return;
 #pragma unroll 1
@@ -234,7 +237,8 @@ struct DecodeKernel {
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) mine |= __float_as_uint(x[0][n][2 * half + e]) & -static_cast<uint32_t>(n * 4 + e == j / 8 * 4 + j % 2);
+          for (int e = 0; e < 2; ++e)
+            mine |= __float_as_uint(x[0][n][2 * half + e]) & -static_cast<uint32_t>(2 * n + e == j / 8 * 2 + j % 2);
         const float weighs = __uint_as_float(__shfl_sync(0xffffffffu, mine, (lane & ~3) | (j % 8) / 2));
         weight[half] = ptx::to_float(ptx::from_float<T>(weighs));
         sees[half] = j0 + j >= keys_of[half].begin && j0 + j < keys_of[half].end;
@@ -303,9 +307,10 @@ struct DecodeKernel {
     }
     __syncthreads();
 
-    const int groups = p.head_dim_v / 4;  // a thread takes four columns of one row
-    for (int item = threadIdx.x; item < num_rows * groups; item += C.num_threads()) {
-      const int r = item / groups, column = item % groups * 4;
+    constexpr int kGroups = kHeadDim / 4;  // a thread takes four columns of one row
+    for (int item = threadIdx.x; item < num_rows * kGroups; item += C.num_threads()) {
+      const int r = item / kGroups, column = item % kGroups * 4;
+      if (column >= p.head_dim_v) continue;
       const bool used = query(r) < s.seqlen_q;
       float reference = kMinusInf, maximum = kMinusInf, sum = 0.f, factor[kWarps];
 #pragma unroll
@@ -365,6 +370,7 @@ struct DecodeKernel {
     Range keys = visible_keys(p.score, query(0), s.seqlen_q, s.seqlen_k);
     keys.end = max(keys.begin, visible_keys(p.score, last_query, s.seqlen_q, s.seqlen_k).end);
     const int steps = (keys.end - keys.begin + C.block_n() - 1) / C.block_n();
+    if (p.num_splits == 1) return keys;
     const int share = (steps + p.num_splits - 1) / p.num_splits * C.block_n();
     keys.begin = min(keys.end, keys.begin + split * share);
     keys.end = min(keys.end, keys.begin + share);
@@ -399,7 +405,7 @@ struct DecodeKernel {
         if (paged && j0 < keys.end) next_place = place_of(min(j0 + lane % kKeys, keys.end - 1));
       };
       const auto unit = [&](int n) { return ring + n * C.unit_bytes(); };
-      const auto advance = [](int& n) { n = n + 1 == C.kUnits ? 0 : n + 1; };
+      const auto advance = [](int& n) { n = n + 1 == C.units() ? 0 : n + 1; };
       const auto request = [&](bool is_v) {  // K, then V of the same keys
         if (!is_v) place = next_place;
         if (write_j0 < keys.end) {
@@ -412,17 +418,16 @@ struct DecodeKernel {
         if (is_v) write_j0 += C.block_n();
       };
       look_up(write_j0);
-      load_queries(s_q);  // with the first K
 #pragma unroll 1
-      for (int n = 0; n < 2 * C.kAhead; ++n) request(n & 1);  // a loop: a kernel of some microseconds fetches its code as well
+      for (int n = 0; n < 2 * C.ahead; ++n) request(n & 1);  // a loop: a kernel of some microseconds fetches its code as well
 
       place_rows();
       // Units inside these bounds are visible to every row of the block.
       const int full_begin = visible_keys(p.score, min(query(num_rows - 1), s.seqlen_q - 1), s.seqlen_q, s.seqlen_k).begin;
       const int full_end = visible_keys(p.score, query(0), s.seqlen_q, s.seqlen_k).end;
 
-      ptx::cp_async_wait<2 * C.kAhead - 1>();
-      __syncthreads();  // Q is here
+      load_queries(s_q);
+      __syncthreads();
       const auto lane_q = lane_address_a<T, kBytes>(s_q, lane);
       OperandA<T> q[kKeepQ ? kSteps : 1][1];
       if constexpr (kKeepQ) {
@@ -432,27 +437,31 @@ struct DecodeKernel {
 
 #pragma unroll 1
       for (int j0 = keys.begin + warp * kKeys; j0 < keys.end; j0 += C.block_n()) {
-        ptx::cp_async_wait<2 * C.kAhead - 1>();
+        ptx::cp_async_wait<2 * C.ahead - 1>();
         __syncwarp();  // K is here, and every lane is done with the last V, whose place the next request takes
         request(false);
-        float x[1][kN][4];
+        float x[1][kN][4], odd[1][kN][4];  // even and odd steps apart: half the latency of one chain of products
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) x[0][n][e] = 0.f;
+          for (int e = 0; e < 4; ++e) x[0][n][e] = odd[0][n][e] = 0.f;
         const auto lane_k = lane_address_b<T, kBytes>(unit(read), lane);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           if constexpr (!kKeepQ) load_a<T>(q[0][0], lane_q, 0, step);
-          multiply_b<T>(x, q[kKeepQ ? step : 0], lane_k, step);
+          multiply_b<T>(step % 2 == 0 ? x : odd, q[kKeepQ ? step : 0], lane_k, step);
         }
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[0][n][e] += odd[0][n][e];
         advance(read);
         options(x, j0);
         const bool masked = j0 < full_begin || j0 + kKeys > full_end;
         if (masked) mask(x, j0);
         exponentials(row, x, o, c);
 
-        ptx::cp_async_wait<2 * C.kAhead - 1>();
+        ptx::cp_async_wait<2 * C.ahead - 1>();
         __syncwarp();  // V is here, and every lane is done with K
         request(true);
         if (masked) take_nonfinite(x, o, j0, unit(read));
@@ -478,16 +487,23 @@ __global__ void __launch_bounds__(decode_config(kElement, kHeadDim).num_threads(
     decode_sm80_kernel(const __grid_constant__ ForwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using Kernel = DecodeKernel<kElement, kHeadDim>;
-  ptx::wait_for_previous_kernels();
-  ptx::let_next_kernel_start();
+  // The merge may: its blocks fit beside these. Who else comes next may not: large blocks that lie down between those of this
+  // kernel leave some multiprocessors with two and some with none (4 to 10 % lost at one block a multiprocessor).
+  if (p.num_splits > 1) ptx::let_next_kernel_start();
+  // Divisions take their time: none where there is nothing to divide, and all before the wait.
   unsigned index = blockIdx.x;
-  const int block = static_cast<int>(index % p.num_blocks);
-  index /= p.num_blocks;
-  const int heads = p.sequence.num_heads_q / p.pack;
-  const int h = static_cast<int>(index % heads);
-  index /= heads;
-  const int split = static_cast<int>(index % p.num_splits);
-  const int b = static_cast<int>(index / p.num_splits);
+  const auto take = [&](int count) {
+    if (count == 1) return 0;
+    const unsigned rest = index % count;
+    index /= count;
+    return static_cast<int>(rest);
+  };
+  const int block = take(p.num_blocks);
+  const int h = take(p.sequence.num_heads_k);
+  const int split = take(p.num_splits);
+  const int b = static_cast<int>(index);
+  const int pack_inverse = (65536 + p.pack - 1) / p.pack;
+  ptx::wait_for_previous_kernels();
   if (b >= p.sequence.batch) {
     if (split == 0)
       for (int n = 0; n < p.pack; ++n) zero_packed_tail<typename Kernel::T>(p, h * p.pack + n, block, Kernel::kRows);
@@ -497,6 +513,7 @@ __global__ void __launch_bounds__(decode_config(kElement, kHeadDim).num_threads(
   kernel.b = b;
   kernel.s = resolve(p.sequence, b);
   kernel.first_row = block * Kernel::kRows;
+  kernel.pack_inverse = pack_inverse;
   kernel.num_rows = min(Kernel::kRows, kernel.s.capacity_q * p.pack - kernel.first_row);
   if (kernel.num_rows <= 0) return;
   kernel.first_head = h * p.pack;
