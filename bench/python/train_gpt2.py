@@ -4,19 +4,21 @@
 tokens are the bytes of this repository's own files, 256 of the vocabulary's rows. Every run starts from the same weights and sees
 the same batches. Parts, each with a share of --seconds, the report written after each:
 
-  steps     milliseconds of a step, runs in turns, plain and with activation checkpointing; peak memory above weights and optimizer
+  steps     milliseconds of a step, runs in turns, plain and with activation checkpointing; peak memory above weights and optimizer.
+            The batch is four times that of the curves, or a slow host's launches would be all that is measured
   curves    the loss of every step, eager, Tilewise, and two yardsticks that differ from eager by rounding alone: FlashAttention 2,
             and eager with its keys in reverse order. Equal: Tilewise's mean difference from eager is at most twice the larger
             yardstick's, or less than the loss itself is rounded by
   repeat    two runs with deterministic=True: the hash of all weights must be the same
   compiled  the steps again, every block through torch.compile
 
---tiny runs all but the last on a CPU in seconds, in float32.
+--tiny runs all but the last on a CPU in seconds, in float32. --add keeps the other parts of the report that is there.
 """
 
 import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import pathlib
@@ -48,6 +50,7 @@ class Size:
     context: int
     vocabulary: int
     batch: int
+    timed_batch: int  # where steps are timed
     steps: int  # of a loss curve
     repeated: int  # steps of the deterministic runs
     learning_rate: float
@@ -57,8 +60,8 @@ class Size:
         return self.heads * self.head_dim
 
 
-GPT2 = Size(layers=12, heads=12, head_dim=64, context=1024, vocabulary=50304, batch=8, steps=300, repeated=100, learning_rate=6e-4)
-TINY = Size(layers=2, heads=2, head_dim=16, context=64, vocabulary=256, batch=4, steps=60, repeated=20, learning_rate=3e-3)
+GPT2 = Size(layers=12, heads=12, head_dim=64, context=1024, vocabulary=50304, batch=8, timed_batch=32, steps=300, repeated=50, learning_rate=6e-4)
+TINY = Size(layers=2, heads=2, head_dim=16, context=64, vocabulary=256, batch=4, timed_batch=4, steps=60, repeated=20, learning_rate=3e-3)
 
 
 # ---- the text -----------------------------------------------------------------------------------------------
@@ -72,10 +75,10 @@ def text():
     return b"".join(p.read_bytes() for p in files)
 
 
-def batches(data, size, steps, device):
+def batches(data, size, steps, device, batch=None):
     """[steps, batch, context + 1] bytes; the same for every run."""
     tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    starts = torch.randint(len(tokens) - size.context, (steps, size.batch, 1), generator=torch.Generator().manual_seed(SEED))
+    starts = torch.randint(len(tokens) - size.context, (steps, batch or size.batch, 1), generator=torch.Generator().manual_seed(SEED))
     return tokens[starts + torch.arange(size.context + 1)].to(device)
 
 
@@ -244,7 +247,7 @@ def timed(runs, data, deadline, rounds):
             break
     return [
         {"attention": run.name, "compiled": run.compiled, "checkpointing": run.checkpointing, "median_ms": statistics.median(times[run]),
-         "fastest_ms": min(times[run]), "steps": len(times[run]), "peak_bytes": peaks[run]}
+         "fastest_ms": min(times[run]), "batch": data.shape[1], "steps": len(times[run]), "peak_bytes": peaks[run]}
         for run in runs
     ]  # fmt: skip
 
@@ -274,9 +277,13 @@ class Report:
             "text": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
             "seed": SEED, "steps": [], "curves": {}, "differences": {}, "repeat": {}, "seconds": {}, "errors": {},
         }  # fmt: skip
+        if arguments.add and os.path.exists(self.path):
+            with open(self.path, encoding="utf-8") as file:
+                before = json.load(file)
+            self.record.update((key, before[key]) for key in before if key not in ("machine", "device", "method", "model", "errors"))
 
-    def batches(self, steps):
-        return batches(self.text, self.size, steps, self.device)
+    def batches(self, steps, batch=None):
+        return batches(self.text, self.size, steps, self.device, batch)
 
     def deadline(self, share):
         """`share` of what is left."""
@@ -297,8 +304,9 @@ class Report:
             torch.cuda.empty_cache()
 
     def time_steps(self, compiled=False):
-        rounds = 5 if self.device == "cpu" else 20
-        data, deadline = self.batches(rounds), self.deadline(0.2)
+        rounds = 5 if self.device == "cpu" else 12
+        data, deadline = self.batches(rounds, self.size.timed_batch), self.deadline(0.25)
+        self.record["steps"] = [row for row in self.record["steps"] if row["compiled"] != compiled]
         for checkpointing in (False, True):
             runs = []
             for name in self.names if not compiled else [n for n in self.names if n != "eager"] + ["eager"]:
@@ -317,9 +325,10 @@ class Report:
                 break
 
     def curves(self):
-        data, curves, slowest = self.batches(self.size.steps), self.record["curves"], 0
+        self.record["curves"], self.record["differences"] = curves, _ = {}, {}
+        data, slowest, deadline = self.batches(self.size.steps), 0, self.deadline(0.6)
         for name in ("Tilewise", "eager", "SDPA flash", "eager, keys reversed"):
-            if len(curves) >= 3 and time.perf_counter() + slowest > self.end:
+            if len(curves) >= 3 and time.perf_counter() + slowest > deadline:
                 continue  # one yardstick then, not two
             start = time.perf_counter()
             curves[name], _ = curve(name, self.size, self.device, data)
@@ -363,6 +372,7 @@ def main():
     p = parser(__doc__.split("\n")[0], "train_gpt2.json")
     p.add_argument("--tiny", action="store_true", help="a small model on the CPU, in seconds")
     p.add_argument("--seconds", type=float, default=300, help="for everything; parts that come late are shortened")
+    p.add_argument("--add", action="store_true", help="to the report in --output, whose other parts stay")
     p.add_argument("--parts", default="", help="comma-separated: steps, curves, repeat, compiled (default: all; with --tiny, the first three)")
     arguments = p.parse_args()
     device = "cpu" if arguments.tiny else "cuda"

@@ -260,7 +260,7 @@ typedef struct tw_target {
   int32_t num_threads;         /* CPU; 0 = TILEWISE_NUM_THREADS, else OMP_NUM_THREADS, else the cores this process may use */
   const char* kernel;          /* NULL = best; else a row of tw_kernel_at, refused by name if it cannot take the problem */
   const tw_executor* executor; /* NULL = the library's pool */
-  const char* config;          /* NULL = the plan decides; else how a CPU row cuts: "block_m=48 block_n=128 splits=2" */
+  const char* config;          /* NULL = the plan decides; else how its row cuts: "block_m=48 block_n=128 splits=2" */
 } tw_target;
 
 /* o (and lse, max_logit) from q, k, v. Allocates its workspace, and for CUDA waits for nothing but the launch.
@@ -381,6 +381,8 @@ typedef struct tw_memory_options {
   int64_t hidden_size;      /* columns of a layer's input, for checkpointing; 0 = num_heads_q * head_dim */
   int64_t tensor_parallel;  /* 1; devices that share the heads */
   int64_t context_parallel; /* 1; devices that share the rows of q, k, v; each gathers all keys of the layer at work */
+  int64_t window_layers;    /* 0; of the layers, those whose cache keeps `window` keys a sequence. Inference: training keeps all */
+  int64_t window;           /* 0; >= 1 where window_layers is */
 } tw_memory_options;
 
 TW_API void tw_memory_options_init(tw_memory_options* options);

@@ -270,7 +270,7 @@ struct Target {
   std::string kernel{};  // a name out of kernels(); refused by name if it cannot take the problem
   int device_index = 0;
   const tw_executor* executor = nullptr;
-  std::string config{};  // how a CPU row cuts: "block_m=48 block_n=128 splits=2"
+  std::string config{};  // how its row cuts: "block_m=48 block_n=128 splits=2"
 
   tw_target c() const {
     return {sizeof(tw_target), backend,  device_index,

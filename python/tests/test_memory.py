@@ -76,7 +76,17 @@ def test_decoding():
     m = tilewise.memory(model="gpt-oss-20b", decode=True, seqlen=8192, layers="all", batch=2)
     assert m.problem == "fwd bf16 cuda b=2 hq=64 hk=8 sq=1 sk=8192 d=64 causal sink seqused_k"
     cache = 2 * 2 * 8192 * 8 * 64 * 2
-    assert m.tiled.total == m.inputs + m.tiled.peak_forward + 23 * cache
+    assert m.tiled.total == m.inputs + m.tiled.peak_forward + 11 * cache + 12 * cache * 128 // 8192
+    all_windowed = tilewise.memory(model="mistral-7b", decode=True, seqlen=8192, layers="all")
+    assert all_windowed.tiled.total == all_windowed.inputs + all_windowed.tiled.peak_forward + 31 * 2 * 4096 * 8 * 128 * 2
+
+
+def test_windows_of_configurations():
+    for more, full in (({"model_type": "gemma2"}, 16), ({"sliding_window_pattern": 4}, 8), ({"max_window_layers": 28}, 28), ({"use_sliding_window": False}, 32),
+                       ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"] * 29}, 3)):  # fmt: skip
+        m = tilewise.memory(config=dict(LLAMA, sliding_window=1024, **more), decode=True, seqlen=4096, layers="all")
+        cache = 2 * 4096 * 8 * 128 * 2
+        assert m.tiled.total == m.inputs + m.tiled.peak_forward + (full - 1) * cache + (32 - full) * cache // 4, more
 
 
 def test_explain():
@@ -100,8 +110,8 @@ def test_errors():
     ):
         with pytest.raises(tilewise.InvalidArgument, match=words):
             tilewise.memory(**arguments)
-    with pytest.raises(tilewise.Unsupported, match="f32"):
-        tilewise.memory("fwd f32 cuda hq=1 sq=8 d=8")
+    with pytest.raises(tilewise.Unsupported, match="f64"):
+        tilewise.memory("fwd f64 cuda hq=1 sq=8 d=8")
     m = tilewise.memory(model="llama3-8b")
     with pytest.raises(tilewise.InvalidArgument, match="size 'much'"):
         m.largest("much")
@@ -109,3 +119,34 @@ def test_errors():
         m.largest("1GiB", "d")
     with pytest.raises(tilewise.InvalidArgument, match="gpu 'none'"):
         m.explain("none")
+
+
+def test_verify():
+    """On a GPU every peak is as predicted; without one, and for what it does not measure, it says so."""
+    torch = pytest.importorskip("torch")
+    for text, words in (
+        ("bwd f32 hq=2 sq=64 d=64", "is of the CPU; `tilewise memory --verify`"),
+        ("fwd bf16 cuda hq=2 sq=64 d=64 sink", "is not dense with causal, window, softcap and dropout alone"),
+        ("fwd bf16 cuda b=2 hq=2 sq=1 sk=64 d=64 seqused_k", "is not dense"),
+    ):
+        with pytest.raises(tilewise.Unsupported, match=words):
+            tilewise.memory(text).verify()
+    problems = ("bwd bf16 cuda hq=8 hk=2 sq=1024 d=64 causal", "fwd f16 cuda b=2 hq=4 sq=1000 d=128 softcap=30", "fwd bf16 cuda hq=4 sq=2048 d=64 no_lse",
+                "bwd f32 cuda hq=4 sq=1024 d=64 window=100,20", "bwd bf16 cuda b=2 hq=4 sq=512 sk=1024 d=96 dropout=0.1 deterministic")  # fmt: skip
+    if not torch.cuda.is_available():
+        with pytest.raises(tilewise.Unsupported, match="is of a GPU: torch .* finds none here"):
+            tilewise.memory(problems[0]).verify()
+        return
+    for text in problems:
+        checks = tilewise.memory(text).verify()
+        assert [(c.what, c.direction) for c in checks] == [(w, d) for w in ("standard", "tilewise") for d in ("forward", "backward")[: 2 if "bwd" in text else 1]]
+        assert all(c.ok and c.measured > 0 for c in checks), checks
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, 4)}, {"window": (-1, 20)}, {"softcap": 3.0, "causal": True}, {"window": (9, -1)}])
+def test_what_verify_calls_standard_is_attention(options):
+    torch = pytest.importorskip("torch")
+    from tilewise.torch import _verify
+
+    q, k, v = torch.randn(2, 70, 4, 16), torch.randn(2, 90, 2, 16), torch.randn(2, 90, 2, 24)
+    torch.testing.assert_close(_verify.standard(q.clone(), k, v, **options), tilewise.attention(q, k, v, **options), atol=2e-5, rtol=2e-5)

@@ -47,6 +47,8 @@ PROBLEM_FIELDS = (
     "head_dim", "head_dim_v", "total_q", "total_k", "page_size", "num_pages", "cache_batch", "seqlen_new",
     "rotary_dim", "features", "bias_dtype", "bias_dims", "alibi_dims",
 )  # fmt: skip
+# tw_feature, as far as Python looks at it
+HAS_LSE, HAS_DQ, HAS_DK, HAS_DV = 1 << 0, 1 << 13, 1 << 14, 1 << 15
 # The caller's part of it, and the two shapes a caller may give (the longest sequences of a packed batch).
 OPTIONS = struct.Struct("@I3i2q3d2Q5i")
 SEQLENS = struct.Struct("@2q")
@@ -60,8 +62,8 @@ PLAN_INFO = struct.Struct("@Ii64s128s4q2d")
 # struct_size, backend, pass, available, name[64], isa[32], summary[192]
 KERNEL_INFO = struct.Struct("@I3i64s32s192s")
 
-# struct_size, checkpointing, layers, hidden_size, tensor_parallel, context_parallel
-MEMORY_OPTIONS = struct.Struct("@Ii4q")
+# struct_size, checkpointing, layers, hidden_size, tensor_parallel, context_parallel, window_layers, window
+MEMORY_OPTIONS = struct.Struct("@Ii6q")
 # struct_size, planned, inputs, layer_input, tw_memory_use standard and tiled (8 each), flops, bytes moved by both
 MEMORY_USE = struct.Struct("@8q")
 MEMORY_INFO = struct.Struct("@Ii18q3d")

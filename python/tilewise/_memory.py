@@ -78,12 +78,19 @@ def model_of_config(config):
         d, heads_k = config["qk_nope_head_dim"] + value("qk_rope_head_dim", absent=0), heads
         dv = value("v_head_dim", absent=d)
     window = value("sliding_window", absent=0) if config.get("use_sliding_window", True) else 0
-    full = layers if window == 0 else 0
-    if isinstance(config.get("layer_types"), (list, tuple)):
-        full = list(config["layer_types"]).count("full_attention")
     kind = config.get("model_type", "config")
+    full = layers if window == 0 else _full_layers(config, kind, layers, value)
     cap = float(value("attn_logit_softcapping", absent=0))
     return Model(kind, hidden, layers, heads, heads_k, d, dv, window, full, cap, kind == "gpt_oss")
+
+
+def _full_layers(config, kind, layers, value):
+    """Which layers of a model with a window see everything: said layer by layer, else every n-th, else from one layer on."""
+    if isinstance(config.get("layer_types"), (list, tuple)):
+        return list(config["layer_types"]).count("full_attention")
+    usual = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}.get(kind, 0)  # their configurations leave it out
+    pattern = value("_sliding_window_pattern", "sliding_window_pattern", absent=usual)
+    return layers // pattern if pattern else min(value("max_window_layers", absent=0), layers)  # the first ones, of Qwen 2 and 3
 
 
 def problem_of_model(model, batch=1, seqlen=4096, dtype="bf16", backward=True, decode=False, device="cuda", extra=""):
@@ -160,6 +167,15 @@ class Memory:
             raise InvalidArgument("gpu %r: must be one of %s" % (gpu, ", ".join(gpus())))
         return text(lambda *rest: lib.tw_memory_explain(*self._where(), gpu.encode() if gpu else None, *rest))
 
+    def verify(self):
+        """Runs the problem on the GPU and measures it with torch's allocator, standard attention and Tilewise: a list of tuples
+        (problem, what, direction, predicted, measured, error, ok), two for a forward problem and four for a training step; ok
+        is within 1 % and 2 MiB. Of dense problems with causal, window, softcap and dropout, one layer on one device; refuses
+        others, and machines without a GPU, by name. On the CPU `tilewise memory --verify` does this."""
+        from .torch import _verify
+
+        return _verify.verify(self.problem, self._problem.raw, self)
+
     def __str__(self):
         lines = ["problem  %s" % self.problem, "inputs   %s" % _text(self.inputs), ""]
         lines.append("         " + "".join("%20s" % name.replace("_", " ") for name in Use._fields))
@@ -183,7 +199,8 @@ def memory(
         model: a name of `models()`, or a `Model`; config: a config.json's path, a dict or a transformers configuration.
             Either stands for a problem together with batch, seqlen, dtype ("f32", "f16", "bf16"), backward (training, else
             inference), decode (one query against a cache of seqlen keys), device, and extra ("dropout=0.1", ...).
-        layers: how many run one after another; "all" = the model's. hidden_size: of a layer's input, for checkpointing.
+        layers: how many run one after another; "all" = the model's. Of a model's windowed layers the cache keeps the window.
+        hidden_size: of a layer's input, for checkpointing.
         checkpointing: between the passes a layer keeps its input alone.
         tensor_parallel, context_parallel: devices that share heads, and rows.
         backend, kernel, num_threads: as in `attention`.
@@ -200,6 +217,7 @@ def memory(
     """
     if sum(x is not None for x in (problem, model, config)) != 1:
         raise InvalidArgument("give one of problem, model and config")
+    windows = (0, 0)  # layers whose cache keeps a window, and its tokens
     if problem is None:
         if isinstance(model, str):
             if model not in models():
@@ -209,9 +227,11 @@ def memory(
         problem = problem_of_model(model, batch, seqlen, dtype, backward, decode, device, extra)
         hidden_size = hidden_size or model.hidden_size
         layers = model.layers if layers == "all" else layers
+        if model.window and isinstance(layers, int):
+            windows = (layers * (model.layers - model.layers_full) // model.layers, model.window)
     if not isinstance(layers, int):
         raise InvalidArgument("layers %r: must be an integer, or \"all\" with a model" % (layers,))
     packed = _abi.MEMORY_OPTIONS.pack(
-        _abi.MEMORY_OPTIONS.size, int(checkpointing), layers, hidden_size, tensor_parallel, context_parallel
+        _abi.MEMORY_OPTIONS.size, int(checkpointing), layers, hidden_size, tensor_parallel, context_parallel, *windows
     )
     return Memory(planning.problem_of(problem, arrays, options), packed, (backend, kernel, num_threads))

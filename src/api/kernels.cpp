@@ -10,6 +10,7 @@
 #include "cpu/isa.h"
 #if defined(TILEWISE_HAVE_CUDA)
 #include "cuda/backend.h"
+#include "cuda/one_call.h"
 #endif
 
 namespace tilewise {
@@ -35,7 +36,11 @@ const Tuning& loaded_tuning() {
     std::string machine = isa_text();  // "cpu ...\ncaches ...\n"
     while (!machine.empty() && machine.back() == '\n') machine.pop_back();
     for (size_t at; (at = machine.find('\n')) != std::string::npos;) machine.replace(at, 1, "; ");
-    return Tuning::parse(path, text, tw_version(), machine);
+    std::vector<std::string> gpus;
+#if defined(TILEWISE_HAVE_CUDA)
+    gpus = cuda::gpu_texts();
+#endif
+    return Tuning::parse(path, text, tw_version(), machine, gpus);
   }();
   return kTuning;
 }

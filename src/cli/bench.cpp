@@ -144,12 +144,6 @@ void require_same_results(const Entry& entry) {
   }
 }
 
-tw_tensors forward_only(tw_tensors t) {
-  t.dout = t.dlse = nullptr;
-  t.dq = t.dk = t.dv = t.dbias = t.dalibi = t.dsink = nullptr;
-  return t;
-}
-
 Entry make_entry(const std::string& text, const BenchRequest& options, int threads) {
   Entry entry;
   const Problem problem = parse_problem(text);
@@ -173,7 +167,7 @@ Entry make_entry(const std::string& text, const BenchRequest& options, int threa
   }
   if (problem.c().pass == TW_BACKWARD) {  // o and lse have to be those of q, k, v
     const tw_problem forward = entry.inputs->forward_problem();
-    const tw_tensors t = forward_only(entry.tensors);
+    const tw_tensors t = harness::without_gradients(entry.tensors);
     Target target;
     target.num_threads = threads;
     const tw_target where = target.c();

@@ -135,6 +135,7 @@ Request request_of(const Options& o) {
                      : r.model.name[0]
                          ? r.model.layers
                          : throw UsageError("--layers: \"all\": must be an integer without --model and --config");
+  r.options.window = r.model.window, r.options.window_layers = windowed_layers(r.model, r.options.layers);
   for (const std::string& text : o.sweeps) {
     const auto [key, values] = sweep_of(text);
     std::vector<std::string> more;
@@ -209,7 +210,9 @@ std::string ratio_text(int64_t standard, int64_t tiled) {
 std::string table_of_one(const Row& row, const tw_memory_options& options) {
   std::string text = fmt::format("problem  {}\ninputs   {}", row.problem.text(), size_text(row.info.inputs));
   if (options.layers > 1)
-    text += fmt::format(" a layer, {} layers{}", options.layers, options.checkpointing ? ", checkpointing" : "");
+    text += fmt::format(" a layer, {} layers{}{}", options.layers,
+                        options.window_layers > 0 ? fmt::format(", {} of them with a window of {}", options.window_layers, options.window) : "",
+                        options.checkpointing ? ", checkpointing" : "");
   if (options.tensor_parallel * options.context_parallel > 1)
     text += fmt::format(", on each of {} devices", options.tensor_parallel * options.context_parallel);
   text += row.info.planned ? "" : "; CUDA workspace by formula, as no plan can be made here";
@@ -352,6 +355,7 @@ std::vector<Fit> fits_of(const Request& r, const std::string& key) {
   const auto add = [&](const std::string& what, const Problem& problem, int64_t with_layers, bool checkpointing) {
     tw_memory_options options = r.options;
     options.layers = with_layers, options.checkpointing = checkpointing;
+    options.window_layers = windowed_layers(r.model, with_layers);
     const tw_target target = r.target.c();
     Fit fit{what, problem.text()};
     detail::require(tw_memory_largest(&problem.c(), &options, &target, r.budget, key.c_str(), 1, &fit.standard));
@@ -362,7 +366,10 @@ std::vector<Fit> fits_of(const Request& r, const std::string& key) {
   add("one layer, forward", forward, 1, false);
   if (given.pass == TW_BACKWARD) add("one layer, forward and backward", parse_problem(r.texts.front()), 1, false);
   if (layers > 1) {
-    add(fmt::format("{} layers, forward (all keep k and v)", layers), forward, layers, false);
+    const int64_t windowed = windowed_layers(r.model, layers);
+    add(windowed > 0 ? fmt::format("{} layers, forward ({} keep {} tokens)", layers, windowed, r.model.window)
+                     : fmt::format("{} layers, forward (all keep k and v)", layers),
+        forward, layers, false);
     if (given.pass == TW_BACKWARD) {
       add(fmt::format("{} layers, forward and backward", layers), parse_problem(r.texts.front()), layers, false);
       add(fmt::format("{} layers, the same with checkpointing", layers), parse_problem(r.texts.front()), layers, true);
@@ -416,9 +423,9 @@ bool verify(const Request& r, const std::string& format) {
                  {"machine", machine()},
                  {"threads", threads},
                  {"method",
-                  "each part in a process of its own; growth of VmHWM above q, k, v; freed memory returned at once, 4 "
-                  "KiB pages; "
-                  "backward: both passes in one process"},
+                  "CPU: each part in a process of its own; growth of VmHWM above q, k, v; freed memory returned at once, 4 "
+                  "KiB pages; GPU: high-water mark of the device's memory pool above q, k, v, and what was taken beside it; "
+                  "backward: both passes"},
                  {"bound", "1 % and 2 MiB"},
                  {"failed", failed},
                  {"checks", Json::array()}};
@@ -557,7 +564,7 @@ void add_memory(CLI::App& app, int* exit_status) {
       ->check(CLI::IsMember({"text", "json", "csv", "markdown"}));
   add_text(command, "--svg", o->svg, "FILE", "Draw peak memory over the sequence length");
   command->add_flag("--explain", o->explain, "Show the formulas with the numbers in them, tiles, traffic and FLOPs");
-  command->add_flag("--verify", o->verify, "Run it on this CPU and compare; exit status 1 beyond 1 % and 2 MiB");
+  command->add_flag("--verify", o->verify, "Run it, on this CPU or for problems with cuda on GPU 0, and compare; exit status 1 beyond 1 % and 2 MiB");
   add_text(command, "--threads", o->threads, "N",
            "Threads (default: the library's); the CPU's workspace grows with them");
   command->callback([o, exit_status] { run(*o, exit_status); });

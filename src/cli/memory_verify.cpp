@@ -65,20 +65,6 @@ int64_t in_child(F&& measure) {
   return result.growth;
 }
 
-std::unique_ptr<harness::Inputs> make_inputs(const tw_problem& problem) {
-  std::unique_ptr<harness::Inputs> inputs;
-  std::string error;
-  const tw_status status = harness::Inputs::make(problem, {}, &inputs, &error);
-  if (status != TW_OK) throw Error(status, error);
-  // Packed sequences as long as may be: workspace for rows of no sequence would not be touched.
-  const tw_tensors t = inputs->tensors();
-  for (const auto& [lengths, longest, total] :
-       {std::tuple{t.cu_seqlens_q, problem.seqlen_q, problem.total_q}, std::tuple{t.cu_seqlens_k, problem.seqlen_k, problem.total_k}})
-    for (int64_t n = 0; lengths != nullptr && n <= problem.batch; ++n)
-      static_cast<int32_t*>(lengths->data)[n * lengths->stride[0]] = static_cast<int32_t>(std::min(n * longest, total));
-  return inputs;
-}
-
 int64_t elements(const tw_tensor& tensor) {
   int64_t count = 1;
   for (int32_t dim = 0; dim < tensor.ndim; ++dim) count *= tensor.shape[dim];
@@ -106,12 +92,6 @@ tw_problem forward_of(const harness::Inputs& inputs) {
   return inputs.problem().pass == TW_FORWARD ? inputs.problem() : inputs.forward_problem();
 }
 
-tw_tensors without_gradients(tw_tensors t) {
-  t.dout = t.dlse = nullptr;
-  t.dq = t.dk = t.dv = t.dbias = t.dalibi = t.dsink = nullptr;
-  return t;
-}
-
 // Workers in turn on one thread: on a busy machine a worker of a real pool may come too late for any task, and its
 // share of the workspace is then never touched.
 void in_turn(void* pool, int64_t num_tasks, tw_task task, void* context) {
@@ -128,9 +108,9 @@ void warm_up(const tw_problem& problem, const tw_target& target) {
                     dtype_text(problem.dtype), 2 * group, queries, problem.head_dim, problem.head_dim_v,
                     problem.causal ? " causal" : "");
     const Problem small = parse_problem(text);
-    const auto inputs = make_inputs(small.c());
+    const auto inputs = verify_inputs(small.c());
     const tw_problem forward = forward_of(*inputs);
-    const tw_tensors all = inputs->tensors(), t = without_gradients(all);
+    const tw_tensors all = inputs->tensors(), t = harness::without_gradients(all);
     detail::require(tw_forward(&forward, &t, &target, nullptr));
     if (problem.pass == TW_BACKWARD) detail::require(tw_backward(&small.c(), &all, &target, nullptr));
   }
@@ -138,14 +118,14 @@ void warm_up(const tw_problem& problem, const tw_target& target) {
 
 int64_t measure_tilewise(const tw_problem& problem, bool backward, const tw_target& target) {
   warm_up(problem, target);
-  const auto inputs = make_inputs(problem);
+  const auto inputs = verify_inputs(problem);
   const tw_tensors given = inputs->tensors();
   const tw_problem forward = forward_of(*inputs);
   const PeakMemory peak;
   Fresh o(given.o), lse(given.lse);
   tw_tensors t = given;
   t.o = o.get(), t.lse = lse.get();
-  const tw_tensors first = without_gradients(t);
+  const tw_tensors first = harness::without_gradients(t);
   detail::require(tw_forward(&forward, &first, &target, nullptr));
   if (!backward) return peak.growth();
   Fresh dout(given.dout), dq(given.dq), dk(given.dk), dv(given.dv), dbias(given.dbias);
@@ -170,18 +150,32 @@ void require_same(const tw_problem& forward, const tw_tensors& given, const void
 }
 
 int64_t measure_standard(const tw_problem& problem, bool backward, const tw_target& target) {
-  const auto inputs = make_inputs(problem);
+  const auto inputs = verify_inputs(problem);
   const tw_tensors given = inputs->tensors();
   const PeakMemory peak;
   const WholeStandard out =
       run_whole_standard(problem, problem.pass == TW_BACKWARD, backward, given.q->data, given.k->data, given.v->data);
   const int64_t growth = peak.growth();
-  require_same(forward_of(*inputs), without_gradients(given), out.o, target);
+  require_same(forward_of(*inputs), harness::without_gradients(given), out.o, target);
   for (void* memory : {out.o, out.dq, out.dk, out.dv}) std::free(memory);
   return growth;
 }
 
 }  // namespace
+
+std::unique_ptr<harness::Inputs> verify_inputs(const tw_problem& problem) {
+  std::unique_ptr<harness::Inputs> inputs;
+  std::string error;
+  const tw_status status = harness::Inputs::make(problem, {}, &inputs, &error);
+  if (status != TW_OK) throw Error(status, error);
+  // Packed sequences as long as may be: workspace for rows of no sequence would not be touched.
+  const tw_tensors t = inputs->tensors();
+  for (const auto& [lengths, longest, total] :
+       {std::tuple{t.cu_seqlens_q, problem.seqlen_q, problem.total_q}, std::tuple{t.cu_seqlens_k, problem.seqlen_k, problem.total_k}})
+    for (int64_t n = 0; lengths != nullptr && n <= problem.batch; ++n)
+      static_cast<int32_t*>(lengths->data)[n * lengths->stride[0]] = static_cast<int32_t>(std::min(n * longest, total));
+  return inputs;
+}
 
 double MemoryCheck::error() const {
   return predicted == 0 ? 0 : static_cast<double>(measured - predicted) / static_cast<double>(predicted);
@@ -194,9 +188,7 @@ bool MemoryCheck::ok() const {
 
 std::vector<MemoryCheck> verify_memory(const Problem& problem, int threads) {
   const tw_problem& p = problem.c();
-  if (p.device == TW_CUDA)
-    throw UsageError("--verify: \"" + problem.text() +
-                     "\" is of a GPU; must be without cuda here (bench/python/memory_gpu.py measures there)");
+  if (p.device == TW_CUDA) return verify_memory_on_gpu(problem);
   int32_t workers = threads;
   const tw_executor executor = {sizeof(tw_executor), workers, &workers, in_turn};
   Target target = target_named("cpu", "", 0);

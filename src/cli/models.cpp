@@ -23,7 +23,21 @@ int64_t integer(const Json& config, const std::string& path, const char* key, in
   return found->get<int64_t>();
 }
 
+// Which layers of a model with a window see everything: said layer by layer, else every n-th, else from one layer on.
+int64_t full_layers(const Json& config, const std::string& path, const std::string& type, int64_t layers) {
+  if (const auto types = config.find("layer_types"); types != config.end() && types->is_array())
+    return std::count(types->begin(), types->end(), "full_attention");
+  const int64_t usual = type == "gemma2" ? 2 : type == "gemma3" || type == "gemma3_text" ? 6 : 0;  // their configurations leave it out
+  const int64_t pattern = integer(config, path, config.contains("_sliding_window_pattern") ? "_sliding_window_pattern" : "sliding_window_pattern", usual);
+  if (pattern > 0) return layers / pattern;
+  return std::min(integer(config, path, "max_window_layers", 0), layers);  // the first ones, of Qwen 2 and 3
+}
+
 }  // namespace
+
+int64_t windowed_layers(const tw_model& model, int64_t layers) {
+  return model.window == 0 || model.layers == 0 ? 0 : layers * (model.layers - model.layers_full) / model.layers;
+}
 
 tw_model model_named(const std::string& name) {
   std::string names;
@@ -65,9 +79,7 @@ tw_model model_of_config(const std::string& path) {
     model.num_heads_k = model.num_heads_q;
   }
   model.window = config.value("use_sliding_window", true) ? integer(config, path, "sliding_window", 0) : 0;
-  model.layers_full = model.window == 0 ? model.layers : 0;
-  if (const auto types = config.find("layer_types"); types != config.end() && types->is_array())
-    model.layers_full = std::count(types->begin(), types->end(), "full_attention");
+  model.layers_full = model.window == 0 ? model.layers : full_layers(config, path, type, model.layers);
   const auto cap = config.find("attn_logit_softcapping");
   model.softcap = cap != config.end() && cap->is_number() ? cap->get<double>() : 0;
   model.sink = type == "gpt_oss";

@@ -8,6 +8,7 @@ namespace tilewise::cli {
 
 tw_model model_named(const std::string& name);      // of tw_model_at, else a UsageError that lists the names
 tw_model model_of_config(const std::string& path);  // a config.json of transformers
+int64_t windowed_layers(const tw_model& model, int64_t layers);  // of so many layers, in the model's proportion
 
 struct ModelShape {
   int64_t batch = 1, seqlen = 4096;

@@ -45,6 +45,16 @@ struct Sizes {
                   p.bias_dims & TW_DIM_Q ? p.seqlen_q : 1, p.bias_dims & TW_DIM_K ? p.seqlen_k : 1});
   }
   int64_t bias() const { return has(p, TW_HAS_BIAS) ? times({bias_elements(), dtype_size(p.bias_dtype)}) : 0; }
+  // k and v of one layer; a window (> 0) leaves its keys of each sequence, in whole pages, of which one more may be begun.
+  int64_t cache(int64_t window) const {
+    int64_t rows = k_rows();
+    if (window > 0) {
+      const int64_t page = p.k_layout == TW_PAGED ? std::max<int64_t>(p.page_size, 1) : 1;
+      const int64_t keys = page > 1 ? (divide_up(window, page) + 1) * page : window;
+      rows = std::min(rows, times({p.cache_batch > 0 ? p.cache_batch : p.batch, keys}));
+    }
+    return times({rows, p.num_heads_k, p.head_dim + p.head_dim_v, e});
+  }
   int64_t new_keys() const { return times({p.batch, p.seqlen_new, p.num_heads_k, p.head_dim + p.head_dim_v, e}); }
   int64_t gradients() const {  // dout and what the problem asks for
     int64_t bytes = o();
@@ -182,8 +192,7 @@ struct Standard {
 // Workspace of the CUDA kernels where no plan can be made, because there is no GPU or no CUDA in this build. Forward:
 // nothing of size. Backward: two numbers a query row, and dQ in float32 with rows and columns rounded up.
 Status cuda_workspace(const tw_problem& p, int64_t* forward, int64_t* backward) {
-  if (p.dtype != TW_FLOAT16 && p.dtype != TW_BFLOAT16)
-    return unsupported("dtype ", dtype_name(p.dtype), ": the CUDA kernels take f16 and bf16");
+  if (p.dtype == TW_FLOAT64) return unsupported("dtype f64: the CUDA kernels take f16, bf16 and f32");
   *forward = p.num_splits > 1 ? times({p.num_splits, query_rows(p), p.num_heads_q, p.head_dim_v + 1, 4}) : 0;
   if (p.rotary_dim > 0) *forward += Sizes(p).q();
   int64_t columns = 0;
@@ -193,7 +202,7 @@ Status cuda_workspace(const tw_problem& p, int64_t* forward, int64_t* backward) 
   const int64_t rows = p.q_layout == TW_PACKED ? (p.total_q / kRows + p.batch + 1) * kRows
                                                : times({p.batch, divide_up(p.seqlen_q, kRows), kRows});
   *backward = times({rows, p.num_heads_q, 4, 2 + (has(p, TW_HAS_DQ) ? columns : 0)});
-  if (has(p, TW_HAS_DBIAS)) *backward += times({Sizes(p).bias_elements(), 4});
+  if (has(p, TW_HAS_DBIAS)) *backward += times({Sizes(p).bias_elements(), 8});  // sums in integers, whose order does not matter
   return Status();
 }
 
@@ -223,15 +232,21 @@ Status check_options(const tw_memory_options& o) {
   if (o.context_parallel < 1) return invalid("context_parallel ", o.context_parallel, ": must be >= 1");
   if (o.checkpointing != 0 && o.checkpointing != 1)
     return invalid("checkpointing ", o.checkpointing, ": must be 0 or 1");
+  if (o.window_layers < 0 || o.window_layers > o.layers)
+    return invalid("window_layers ", o.window_layers, ": must be in [0, layers ", o.layers, "]");
+  if (o.window < (o.window_layers > 0 ? 1 : 0)) return invalid("window ", o.window, ": must be >= 1 with window_layers");
   return Status();
 }
 
 // Inputs and all layers at the worst moment. `kept`: what a layer holds from its forward to its backward pass.
 int64_t total_of(const tw_problem& p, const tw_memory_options& o, const tw_memory_info& info, const tw_memory_use& use,
-                 int64_t kept, int64_t cache) {
+                 int64_t kept) {
   const int64_t peak = std::max(use.peak_forward, use.peak_backward), others = o.layers - 1;
-  if (p.pass == TW_FORWARD)
-    return info.inputs + peak + times({others, cache});  // k and v of each layer stay: the KV cache
+  if (p.pass == TW_FORWARD) {  // k and v of each layer stay: the KV cache. A layer that sees everything is at work, if there is one
+    const int64_t cp = o.context_parallel, windowed = std::min(o.window_layers, others);
+    return info.inputs + peak + times({others - windowed, divide_up(Sizes(p).cache(0), cp)}) +
+           times({windowed, divide_up(Sizes(p).cache(o.window), cp)});
+  }
   if (o.checkpointing) return info.inputs + peak + times({o.layers, info.layer_input});
   return info.inputs + peak + times({others, info.inputs + kept});
 }
@@ -274,7 +289,7 @@ StandardMemory standard_memory(const tw_problem& p, bool training) {
   return memory;
 }
 
-tw_memory_options default_memory_options() { return {sizeof(tw_memory_options), 0, 1, 0, 1, 1}; }
+tw_memory_options default_memory_options() { return {sizeof(tw_memory_options), 0, 1, 0, 1, 1, 0, 0}; }
 
 Status device_share(const tw_problem& problem, const tw_memory_options& options, tw_problem* share) {
   TW_RETURN_IF_ERROR(check_options(options));
@@ -300,7 +315,7 @@ Status memory_of(const tw_problem& problem, const tw_memory_options& options, co
   TW_RETURN_IF_ERROR(device_share(problem, options, &p));
   const bool training = p.pass == TW_BACKWARD;
   const Sizes sizes(p);
-  const int64_t cp = options.context_parallel, cache = divide_up(sizes.k() + sizes.v(), cp);
+  const int64_t cp = options.context_parallel, cache = divide_up(sizes.cache(0), cp);
   // With context parallelism the layer at work has gathered all keys, and in the end all of their gradients.
   const int64_t gathered = cp > 1 ? sizes.k() + sizes.v() : 0;
   int64_t forward = 0, backward = 0;
@@ -328,7 +343,7 @@ Status memory_of(const tw_problem& problem, const tw_memory_options& options, co
     tiled.workspace_backward = backward + 2 * gathered;
     tiled.peak_backward = tiled.outputs + tiled.gradients + tiled.workspace_backward;
   }
-  tiled.total = total_of(p, options, *out, tiled, tiled.saved, cache);
+  tiled.total = total_of(p, options, *out, tiled, tiled.saved);
 
   tw_memory_use& standard = out->standard;
   const StandardMemory memory = standard_memory(p, training);
@@ -343,7 +358,7 @@ Status memory_of(const tw_problem& problem, const tw_memory_options& options, co
         std::max<int64_t>(standard.peak_backward - standard.outputs - standard.saved - standard.gradients, 0);
   }
   out->standard_bytes_moved = memory.bytes_moved;
-  standard.total = total_of(p, options, *out, standard, standard.saved + standard.outputs, cache);
+  standard.total = total_of(p, options, *out, standard, standard.saved + standard.outputs);
   return Status();
 }
 

@@ -40,12 +40,27 @@ const KernelRow* choose(const tw_problem& problem, const Target& target, std::sp
   return nullptr;
 }
 
+// The backend whose cuts are tuned.
+int32_t tuned_backend(const tw_problem& problem) { return problem.device == TW_CUDA ? TW_BACKEND_CUDA : TW_BACKEND_CPU; }
+
 // What an earlier measurement found for this very problem; nullptr where there is none, or where it has no say: a caller's
 // choice comes first, and blocks that follow the batch would break batch_invariant.
 const Tuning::Entry* tuned_entry(const tw_problem& problem, const Target& target) {
   if (target.tuning == nullptr || !target.kernel.empty() || !target.choice.empty() || problem.batch_invariant) return nullptr;
-  if (problem.device != TW_CPU || (target.backend != TW_BACKEND_AUTO && target.backend != TW_BACKEND_CPU)) return nullptr;
-  return target.tuning->find(problem, target.num_threads);
+  if (target.backend != TW_BACKEND_AUTO && target.backend != tuned_backend(problem)) return nullptr;
+  return problem.device == TW_CUDA ? target.tuning->find_on_gpu(problem, target.device_index)
+                                   : target.tuning->find(problem, target.num_threads);
+}
+
+// Does the row let a caller set what the choice sets?
+Status check_choice(const Choice& choice, const KernelRow& row) {
+  const std::string_view cuts = row.cuts;
+  if (choice.empty()) return Status();
+  if (cuts.empty()) return invalid("config: \"", format(choice), "\": ", row.name, " cuts by itself; must be NULL");
+  for (const auto& [name, value] : {std::pair{"block_m", choice.block_m}, {"block_n", choice.block_n}, {"splits", choice.splits}})
+    if (value != 0 && cuts.find(name) == std::string_view::npos)
+      return invalid("config: \"", name, "=", value, "\": ", row.name, " takes ", cuts);
+  return Status();
 }
 
 Status plan_as_said(const tw_problem& problem, const Target& target, std::span<const KernelRow> rows, Plan* plan) {
@@ -55,8 +70,7 @@ Status plan_as_said(const tw_problem& problem, const Target& target, std::span<c
     if (!refusals.empty()) refusals.pop_back();
     return unsupported("no kernel takes \"", format(problem), "\"", refusals.empty() ? "" : ":\n", refusals);
   }
-  if (!target.choice.empty() && row->backend != TW_BACKEND_CPU)
-    return invalid("config: \"", format(target.choice), "\": ", row->name, " cuts by itself; must be NULL");
+  TW_RETURN_IF_ERROR(check_choice(target.choice, *row));
   plan->problem = problem;
   plan->target = target;
   plan->row = row;
@@ -78,7 +92,7 @@ Status make_plan(const tw_problem& problem, const Target& target, std::span<cons
     tuned.choice = entry->choice;
     Plan made;
     // A row or a cut that this version does not have: as if the file said nothing.
-    if (plan_as_said(problem, tuned, rows, &made).ok() && made.row->backend == TW_BACKEND_CPU) {
+    if (plan_as_said(problem, tuned, rows, &made).ok() && made.row->backend == tuned_backend(problem)) {
       made.config += ", tuned";
       *plan = made;
       return Status();

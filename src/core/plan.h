@@ -17,7 +17,7 @@ struct Target {  // tw_target with its defaults resolved
   int32_t num_threads = 0;                // CPU; > 0 once resolved
   std::string kernel;                     // "" = best
   const tw_executor* executor = nullptr;  // nullptr = the library's pool
-  Choice choice;                          // of a CPU row; empty = the row's own
+  Choice choice;                          // empty = the row's own
   const Tuning* tuning = nullptr;         // consulted where neither kernel nor choice is given
 };
 
@@ -46,6 +46,7 @@ struct KernelRow {
   std::string (*refusal)(const tw_problem& problem);    // "" = it takes the problem; else why not
   Status (*plan)(const tw_problem& problem, const Target& target, Plan* plan);  // fills config .. workspace_bytes
   Status (*run)(const Plan& plan, const tw_tensors& tensors, void* workspace, void* stream);
+  const char* cuts = "";  // what a Choice may set: of "block_m block_n splits"; "" = the row cuts by itself
 };
 
 // Walks the rows in order and plans with the first that takes the problem.

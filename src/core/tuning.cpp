@@ -59,15 +59,15 @@ Status parse_choice(std::string_view text, Choice* choice) {
   return Status();
 }
 
-Tuning Tuning::parse(const std::string& name, std::string_view text, std::string_view version,
-                     std::string_view machine) {
+Tuning Tuning::parse(const std::string& name, std::string_view text, std::string_view version, std::string_view machine,
+                     const std::vector<std::string>& gpus) {
   Tuning tuning;
   const auto unused = [&](const auto&... why) {
     Tuning none;
     none.note_ = concat("tuning ", name, ": not used: ", why...);
     return none;
   };
-  std::string_view its_version, its_machine;
+  std::string_view its_version, its_machine, its_gpu;
   size_t number = 0, unread = 0;
   for (; !text.empty(); ++number) {
     const size_t end = std::min(text.find('\n'), text.size());
@@ -79,6 +79,8 @@ Tuning Tuning::parse(const std::string& name, std::string_view text, std::string
       its_version = trimmed(line.substr(9));
     } else if (line.starts_with("machine ")) {
       its_machine = trimmed(line.substr(8));
+    } else if (line.starts_with("gpu ")) {
+      its_gpu = trimmed(line.substr(4));
     } else if (line.starts_with("threads ")) {
       const std::string_view value = trimmed(line.substr(8));
       std::from_chars(value.data(), value.data() + value.size(), tuning.num_threads_);
@@ -99,16 +101,26 @@ Tuning Tuning::parse(const std::string& name, std::string_view text, std::string
   }
   if (its_version != version) return unused("made by version \"", its_version, "\", this is ", version);
   if (its_machine != machine) return unused("made on \"", its_machine, "\", this is \"", machine, "\"");
+  for (const std::string& gpu : gpus) tuning.same_gpu_.push_back(gpu == its_gpu);
   tuning.note_ =
       concat("tuning ", name, ": ", tuning.entries_.size(), " problems for ", tuning.num_threads_, " threads");
+  if (!its_gpu.empty()) tuning.note_ += concat(" and for \"", its_gpu, "\"");
   if (unread > 0) tuning.note_ += concat(", ", unread, " lines that do not read");
   return tuning;
 }
 
-const Tuning::Entry* Tuning::find(const tw_problem& problem, int32_t num_threads) const {
-  if (entries_.empty() || num_threads != num_threads_) return nullptr;
+const Tuning::Entry* Tuning::entry(const tw_problem& problem) const {
   const auto found = entries_.find(key_of(problem));
   return found == entries_.end() ? nullptr : &found->second;
+}
+
+const Tuning::Entry* Tuning::find(const tw_problem& problem, int32_t num_threads) const {
+  return entries_.empty() || num_threads != num_threads_ ? nullptr : entry(problem);
+}
+
+const Tuning::Entry* Tuning::find_on_gpu(const tw_problem& problem, int32_t device_index) const {
+  const auto index = static_cast<size_t>(device_index);
+  return entries_.empty() || index >= same_gpu_.size() || !same_gpu_[index] ? nullptr : entry(problem);
 }
 
 }  // namespace tilewise

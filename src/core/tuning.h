@@ -3,6 +3,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/problem.h"
 #include "core/status.h"
@@ -26,9 +27,12 @@ Status parse_choice(std::string_view text, Choice* choice);
 //   tilewise 0.1.0
 //   machine cpu scalar avx2; caches L1d 32 KiB L2 1024 KiB L3 32768 KiB
 //   threads 2
+//   gpu NVIDIA H200, sm_90, 132 multiprocessors
 //   fwd f32 b=1 hq=16 sq=2048 d=64: forward_avx2 block_m=48 block_n=256    # 10.2 ms, default 10.9 ms
+//   fwd bf16 cuda b=1 hq=16 sq=2048 d=64: forward_sm90 block_m=256 block_n=64
 //
-// A file of another version or machine, and whatever does not read, is not used, and explain says so.
+// A file of another version or machine, problems of a GPU on another one, and whatever does not read, are not used, and
+// explain says so.
 class Tuning {
  public:
   struct Entry {
@@ -36,15 +40,21 @@ class Tuning {
     Choice choice;
   };
 
-  static Tuning parse(const std::string& name, std::string_view text, std::string_view version, std::string_view machine);
+  // gpus: those of this machine, in order, as in "NVIDIA H200, sm_90, 132 multiprocessors".
+  static Tuning parse(const std::string& name, std::string_view text, std::string_view version, std::string_view machine,
+                      const std::vector<std::string>& gpus = {});
 
   const Entry* find(const tw_problem& problem, int32_t num_threads) const;  // seed and offset do not matter
+  const Entry* find_on_gpu(const tw_problem& problem, int32_t device_index) const;
   size_t size() const { return entries_.size(); }
   const std::string& note() const { return note_; }  // "tuning FILE: ...", one line; "" without a file
 
  private:
+  const Entry* entry(const tw_problem& problem) const;
+
   std::map<std::string, Entry, std::less<>> entries_;
   int32_t num_threads_ = 0;
+  std::vector<bool> same_gpu_;  // by device index: is it the file's?
   std::string note_;
 };
 

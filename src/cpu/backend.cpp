@@ -50,7 +50,7 @@ constexpr int32_t decode = TW_FORWARD, forward = TW_FORWARD, backward = TW_BACKW
 constexpr KernelRow kRows[] = {
 #define TW_CPU_KERNEL(pass, name, isa, summary)                                                               \
   {#pass "_" #name, TW_BACKEND_CPU, pass, #name, summary, available<Isa::isa>, refusal<Isa::isa, refuse_##pass>, \
-   plan<Isa::isa, plan_##pass>, run<Isa::isa, run_##pass>},
+   plan<Isa::isa, plan_##pass>, run<Isa::isa, run_##pass>, "block_m block_n splits"},
 #include "cpu/kernels.def"
 #undef TW_CPU_KERNEL
     {"reference", TW_BACKEND_REFERENCE, -1, "any", "the contract in float64, every dtype; the oracle", [] { return true; },

@@ -20,7 +20,7 @@ std::span<const KernelRow> cuda_kernels() {
       {"forward_sm80", TW_BACKEND_CUDA, TW_FORWARD, "sm_80",
        "f16, bf16 and f32, head dims up to 256, every mask and option, dense, packed and paged, split keys",
        [] { return cuda::any_device_from(80); }, cuda::refuse_forward_sm80, cuda::plan_forward_sm80,
-       cuda::run_forward_sm80},
+       cuda::run_forward_sm80, "splits"},
 #if defined(TILEWISE_SM90)
       cuda::backward_sm90_row(),
 #endif

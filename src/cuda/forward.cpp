@@ -68,9 +68,12 @@ struct Cut {
   int64_t pack, num_blocks, num_splits, tasks;
 };
 
-int64_t choose_splits(const tw_problem& p, int64_t tasks, int64_t block_n, int multiprocessors) {
+// Parts that the caller or a measurement wants; 0 = none said.
+int64_t wanted_splits(const tw_problem& p, const Target& target) { return p.num_splits > 0 ? p.num_splits : target.choice.splits; }
+
+int64_t choose_splits(const tw_problem& p, int64_t wanted, int64_t tasks, int64_t block_n, int multiprocessors) {
   const int64_t key_tiles = ceil_div(p.seqlen_k + p.seqlen_new, block_n);
-  if (p.num_splits > 0) return std::min<int64_t>({p.num_splits, int64_t{kMaxSplits}, std::max<int64_t>(key_tiles, 1)});
+  if (wanted > 0) return std::min<int64_t>({wanted, int64_t{kMaxSplits}, std::max<int64_t>(key_tiles, 1)});
   // A split count that follows the batch would change a sequence's rounding with its neighbours.
   if (p.batch_invariant || tasks == 0) return 1;
   const int64_t slots = 2 * int64_t{multiprocessors};  // two blocks of 64 rows fit a multiprocessor
@@ -93,8 +96,9 @@ Cut cut_forward(const tw_problem& p, const Target& target) {
   const int64_t batch = p.batch + (p.q_layout == TW_PACKED);  // one more for the rows of no sequence
   const int64_t tasks = cut.num_blocks * (p.num_heads_q / cut.pack) * batch;
   const DeviceFacts& device = device_facts(target.device_index);
-  const bool may_split = cut.kind == ForwardKind::kFewRows || p.num_splits > 1;
-  cut.num_splits = may_split ? choose_splits(p, tasks, config.block_n, std::max(device.multiprocessors, 1)) : 1;
+  const int64_t wanted = wanted_splits(p, target);
+  const bool may_split = cut.kind == ForwardKind::kFewRows || wanted > 1;
+  cut.num_splits = may_split ? choose_splits(p, wanted, tasks, config.block_n, std::max(device.multiprocessors, 1)) : 1;
   if (cut.num_splits > 1 && cut.kind != ForwardKind::kFewRows) {  // splits are an option of the general kernel
     cut.kind = ForwardKind::kGeneral;
     return cut.num_blocks = std::max<int64_t>(ceil_div(p.seqlen_q, config_for(kernels, cut.kind, target).block_m), 1),
@@ -169,6 +173,8 @@ std::string refuse_forward_sm80(const tw_problem& p) {
 }
 
 Status plan_forward_sm80(const tw_problem& p, const Target& target, Plan* plan) {
+  if (target.choice.splits > 0 && p.num_splits > 0)
+    return invalid("config: splits ", target.choice.splits, ": num_splits ", p.num_splits, " is given");
   const ForwardKernels& kernels = *find_kernels(p);
   const Cut cut = cut_forward(p, target);
   const ForwardConfig& config = config_for(kernels, cut.kind, target);

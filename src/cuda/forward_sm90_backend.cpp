@@ -46,7 +46,7 @@ Sm90Shape choose_shape(const tw_problem& p) {
   return p.seqlen_k >= 8192 && lengths_decide(p) ? Sm90Shape::kD64 : Sm90Shape::kD64Short;
 }
 
-ForwardSm90Config choose(const tw_problem& p) {
+ForwardSm90Config choose_default(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   const bool negative = softmax_scale_of(p) < 0 && (d <= 64 || d > 128);  // with Q in registers a sign flip does
   if (p.softcap != 0 || negative || p.dropout_p != 0 || p.k_layout == TW_PAGED || has(p, TW_HAS_ALIBI) ||
@@ -57,6 +57,28 @@ ForwardSm90Config choose(const tw_problem& p) {
   const ForwardSm90Config ones = forward_sm90_config(element_of(p), choose_shape(p), RowSum::kOnesColumn, ScoreKind::kPlain);
   if (ones.exists() && !has(p, TW_HAS_LSE) && !has(p, TW_HAS_SINK)) return ones;
   return forward_sm90_config(element_of(p), choose_shape(p), RowSum::kFloat32, ScoreKind::kPlain);
+}
+
+// The compiled shape with the blocks that a measurement wants, if there is one; it differs from the default in these alone.
+// Two shapes of head dim 64 have the same blocks, and the mask tells which of them is meant.
+const ForwardSm90Config* find_shape(const tw_problem& p, const Choice& wanted, ForwardSm90Config* found) {
+  const ForwardSm90Config usual = choose_default(p);
+  const auto fits = [&](const ForwardSm90Config& c) {
+    return (wanted.block_m == 0 || wanted.block_m == c.block_m()) && (wanted.block_n == 0 || wanted.block_n == c.block_n);
+  };
+  *found = usual;
+  if (fits(usual)) return found;
+  if (usual.general()) return nullptr;
+  for (const Sm90Shape shape : {Sm90Shape::kD64, ends_differ(p) ? Sm90Shape::kD64Causal : Sm90Shape::kD64Short, Sm90Shape::kD128, Sm90Shape::kD128Short}) {
+    *found = forward_sm90_config(usual.element, shape, usual.row_sum, usual.score);
+    if (found->head_dim == usual.head_dim && found->exists() && fits(*found)) return found;
+  }
+  return nullptr;
+}
+
+ForwardSm90Config choose(const tw_problem& p, const Choice& wanted = {}) {
+  ForwardSm90Config found;
+  return find_shape(p, wanted, &found) ? found : choose_default(p);
 }
 
 const Sm90Kernels* find_kernels(const tw_problem& p) {
@@ -122,8 +144,11 @@ Status plan_forward_sm90(const tw_problem& p, const Target& target, Plan* plan) 
   const DeviceFacts& device = device_facts(target.device_index);
   if (device.capability != 0 && device.capability != 90)  // 0: planned where there is no GPU
     return unsupported("forward_sm90: device ", target.device_index, " is not of compute capability 9.0");
-  const ForwardSm90Config config = choose(p);
+  ForwardSm90Config config;
+  if (find_shape(p, target.choice, &config) == nullptr)
+    return invalid("config: \"", format(target.choice), "\": forward_sm90 has no such blocks for \"", format(p), "\"");
   const Cut cut = cut_forward(p, config);
+  if (cut.num_tiles >= 1 << 24) return unsupported("forward_sm90: ", cut.num_tiles, " tiles: at most 2^24 - 1");
   plan->config = concat("tile ", config.block_m(), "x", config.block_n, "x", config.head_dim, ", ", config.consumers,
                         " consumer warpgroups, ", config.stages, " stages, ", config.shared_bytes(), " bytes shared, sums ",
                         config.ones() ? "by a column of ones" : "in float32");
@@ -141,7 +166,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   if (t.o->dtype != t.q->dtype || !tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) ||
       !tensor_map_possible(*t.o))
     return run_forward_sm80(plan, t, workspace, stream);
-  const ForwardSm90Config config = choose(p);
+  const ForwardSm90Config config = choose(p, plan.target.choice);
   const Cut cut = cut_forward(p, config);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
@@ -234,7 +259,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
 KernelRow forward_sm90_row() {
   return {"forward_sm90", TW_BACKEND_CUDA, TW_FORWARD, "sm_90a",
           "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, sinks, dropout, dense, packed and paged", forward_sm90_available,
-          refuse_forward_sm90, plan_forward_sm90, run_forward_sm90};
+          refuse_forward_sm90, plan_forward_sm90, run_forward_sm90, "block_m block_n"};
 }
 
 }  // namespace tilewise::cuda

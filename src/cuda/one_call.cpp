@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "cuda/device.h"
 
 namespace tilewise::cuda {
@@ -23,15 +25,19 @@ Status run_with_stream_workspace(const Plan& plan, const tw_tensors& tensors, vo
   return status;
 }
 
-std::string machine_text() {
-  const int count = device_count();
-  if (count == 0) return "cuda built in; no usable GPU or driver\n";
-  std::string text;
-  for (int n = 0; n < count; ++n) {
+std::vector<std::string> gpu_texts() {
+  std::vector<std::string> texts;
+  for (int n = 0; n < device_count(); ++n) {
     const DeviceFacts& facts = device_facts(n);
-    text += concat("cuda ", n, " ", facts.name, ", sm_", facts.capability, ", ", facts.multiprocessors, " multiprocessors\n");
+    texts.push_back(concat(facts.name, ", sm_", facts.capability, ", ", facts.multiprocessors, " multiprocessors"));
   }
-  return text;
+  return texts;
+}
+
+std::string machine_text() {
+  std::string text;
+  for (const std::string& gpu : gpu_texts()) text += concat("cuda ", std::count(text.begin(), text.end(), '\n'), " ", gpu, "\n");
+  return text.empty() ? "cuda built in; no usable GPU or driver\n" : text;
 }
 
 }  // namespace tilewise::cuda

@@ -45,9 +45,10 @@ std::string gpu_missing() {
   int count = 0;
   if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess) {
     cudaGetLastError();
-    return std::string("no NVIDIA GPU can be used: ") + cudaGetErrorString(error);
+    return std::string("no GPU to run on: ") + (error == cudaErrorInsufficientDriver ? "no NVIDIA driver, or one too old for this build"
+                                                                                    : cudaGetErrorString(error));
   }
-  return "this library has no kernel for the GPU of this machine";
+  return "no GPU to run on: this library has no kernel for the one of this machine";
 }
 
 GpuMemory::GpuMemory(size_t bytes, int fill) : bytes_(bytes) {
@@ -59,6 +60,45 @@ GpuMemory::GpuMemory(size_t bytes, int fill) : bytes_(bytes) {
 GpuMemory::~GpuMemory() { cudaFree(data_); }
 void GpuMemory::upload(const void* from) const { must(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice), "copy to the GPU"); }
 void GpuMemory::download(void* to) const { must(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost), "copy from the GPU"); }
+
+namespace {
+
+int64_t pool_bytes(cudaMemPoolAttr attribute) {
+  cudaMemPool_t pool = nullptr;
+  must(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
+  uint64_t bytes = 0;
+  must(cudaMemPoolGetAttribute(pool, attribute, &bytes), "cudaMemPoolGetAttribute");
+  return static_cast<int64_t>(bytes);
+}
+
+int64_t bytes_beside_the_pool() {
+  size_t free = 0, total = 0;
+  must(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return static_cast<int64_t>(total - free) - pool_bytes(cudaMemPoolAttrReservedMemCurrent);
+}
+
+}  // namespace
+
+GpuPoolMemory::GpuPoolMemory(size_t bytes) : bytes_(bytes) {
+  if (bytes > 0) must(cudaMallocAsync(&data_, bytes, nullptr), "cudaMallocAsync");
+}
+GpuPoolMemory::~GpuPoolMemory() {
+  if (data_ != nullptr) cudaFreeAsync(data_, nullptr);
+}
+void GpuPoolMemory::upload(const void* from) const { must(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice), "copy to the GPU"); }
+
+GpuPeakMemory::GpuPeakMemory() {
+  must(cudaDeviceSynchronize(), "kernel");
+  cudaMemPool_t pool = nullptr;
+  must(cudaDeviceGetDefaultMemPool(&pool, 0), "cudaDeviceGetDefaultMemPool");
+  uint64_t zero = 0;  // back to what is in use
+  must(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrUsedMemHigh, &zero), "cudaMemPoolSetAttribute");
+  pool_ = pool_bytes(cudaMemPoolAttrUsedMemCurrent), beside_ = bytes_beside_the_pool();
+}
+int64_t GpuPeakMemory::growth() const {
+  must(cudaDeviceSynchronize(), "kernel");
+  return pool_bytes(cudaMemPoolAttrUsedMemHigh) - pool_ + std::max<int64_t>(0, bytes_beside_the_pool() - beside_);
+}
 
 tw_status run_on_gpu(const tw_plan* plan, const tw_tensors& there, const GpuWorkspace& workspace, int times, double* seconds) {
   struct Events {
@@ -79,11 +119,16 @@ tw_status run_on_gpu(const tw_plan* plan, const tw_tensors& there, const GpuWork
 
 #else
 
-std::string gpu_missing() { return "this build has no CUDA kernels; -DTILEWISE_CUDA=ON builds them"; }
+std::string gpu_missing() { return "no GPU to run on: this build has no CUDA kernels; -DTILEWISE_CUDA=ON builds them"; }
 GpuMemory::GpuMemory(size_t bytes, int) : bytes_(bytes) { no_cuda(); }
 GpuMemory::~GpuMemory() = default;
 void GpuMemory::upload(const void*) const { no_cuda(); }
 void GpuMemory::download(void*) const { no_cuda(); }
+GpuPoolMemory::GpuPoolMemory(size_t bytes) : bytes_(bytes) { no_cuda(); }
+GpuPoolMemory::~GpuPoolMemory() = default;
+void GpuPoolMemory::upload(const void*) const { no_cuda(); }
+GpuPeakMemory::GpuPeakMemory() { no_cuda(); }
+int64_t GpuPeakMemory::growth() const { no_cuda(); }
 tw_status run_on_gpu(const tw_plan*, const tw_tensors&, const GpuWorkspace&, int, double*) { no_cuda(); }
 
 #endif

@@ -32,6 +32,32 @@ class GpuMemory {
   size_t bytes_;
 };
 
+// Bytes from the device's memory pool, where tw_forward and tw_backward take a call's workspace from: the pool counts both.
+class GpuPoolMemory {
+ public:
+  explicit GpuPoolMemory(size_t bytes);
+  ~GpuPoolMemory();
+  GpuPoolMemory(const GpuPoolMemory&) = delete;
+  GpuPoolMemory& operator=(const GpuPoolMemory&) = delete;
+  void* data() const { return data_; }
+  void upload(const void* from) const;
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
+// How far memory in use rose above what it was at construction: the pool's high-water mark, and what else was taken from the
+// device and kept.
+class GpuPeakMemory {
+ public:
+  GpuPeakMemory();
+  int64_t growth() const;  // waits for what runs
+
+ private:
+  int64_t pool_ = 0, beside_ = 0;
+};
+
 // A plan's workspace on the GPU, poisoned, with guard bytes behind it.
 class GpuWorkspace {
  public:

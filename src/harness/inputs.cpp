@@ -135,4 +135,10 @@ bool Inputs::visible(int64_t b, int64_t h, int64_t i, int64_t j) const {
   return !bias.exists() || bias.dtype() != TW_BOOL || bias.get(bias_index(b, h, i, j)) != 0;
 }
 
+tw_tensors without_gradients(tw_tensors t) {
+  t.dout = t.dlse = nullptr;
+  t.dq = t.dk = t.dv = t.dbias = t.dalibi = t.dsink = nullptr;
+  return t;
+}
+
 }  // namespace tilewise::harness

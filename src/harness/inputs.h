@@ -101,4 +101,6 @@ class Inputs {
   std::vector<int64_t> key_index_;    // per row of k storage: its j, or -1 if no one reads it before the append
 };
 
+tw_tensors without_gradients(tw_tensors tensors);  // those of the forward pass
+
 }  // namespace tilewise::harness

@@ -207,6 +207,12 @@ class Commands(Case):
         config = self.write("gemma.json", json.dumps({"model_type": "gemma", "text_config": gemma}).encode())
         self.assertIn("d=256 causal softcap=50\n", self.good("memory", "--config", config))
         self.assertIn("window=4095,0", self.good("memory", "--model", "mistral-7b"))
+        self.assertIn("24 layers, 12 of them with a window of 128", self.good("memory", "--model", "gpt-oss-20b", "--decode", "--layers", "all"))
+        self.assertIn("24 layers, forward (12 keep 128 tokens)", self.good("memory", "--model", "gpt-oss-20b", "--budget", "24GiB"))
+        for more, full in (({"model_type": "gemma2"}, 16), ({"sliding_window_pattern": 4}, 8), ({"max_window_layers": 28}, 28), ({"use_sliding_window": False}, 32)):
+            config = self.write("windows.json", json.dumps(dict(llama, sliding_window=1024, **more)).encode())
+            text = self.good("memory", "--config", config, "--decode", "--layers", "all")
+            self.assertEqual(f"{32 - full} of them with a window of 1024" in text, full < 32, text)
         self.assertIn("dropout=0.1", self.good("memory", "--model", "mistral-7b", "--extra", "dropout=0.1"))
         for name in ("llama3-70b", "gpt-oss-120b", "deepseek-v3", "H200", "B200"):
             self.assertIn(name, self.good("memory", "--models"))
@@ -263,7 +269,7 @@ class Commands(Case):
 
     def test_tune_errors(self):
         self.bad("tune", words=["problem", "--cases"])
-        self.bad("tune", "fwd f32 cuda hq=1 sq=4 d=8", words=["cuda"])
+        self.bad("tune", "fwd f32 hq=1 sq=4 d=8", "fwd bf16 cuda hq=1 sq=4 d=8", words=["cuda hq=1 sq=4", "is of a GPU: no GPU to run on: "])
         self.bad("tune", "fwd f32 hq=1", words=["sq="])
         self.bad("tune", "fwd f32 hq=1 sq=4 d=8", "--time", "-1", words=["--time", "-1"])
         self.bad("tune", "fwd f32 hq=1 sq=4 d=8", "--out", "no/such/file", words=["--out", "no/such/file"])
@@ -322,8 +328,8 @@ class Commands(Case):
         self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--layers", "all", words=["--layers", "all"])
         self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--sweep", "sq", words=["--sweep", "sq", "FIRST..LAST"])
         self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--sweep", "sq=8..4", words=["--sweep", "sq=8..4"])
-        self.bad("memory", "fwd bf16 cuda hq=1 sq=8 d=8", "--verify", words=["--verify", "cuda"])
-        self.bad("memory", "fwd f32 cuda hq=1 sq=8 d=8", words=["f32", "f16 and bf16"])
+        self.bad("memory", "fwd bf16 cuda hq=1 sq=8 d=8", "--verify", words=["--verify", "cuda b=1 hq=1", "is of a GPU: no GPU to run on: "])
+        self.bad("memory", "fwd f64 cuda hq=1 sq=8 d=8", words=["f64", "f16, bf16 and f32"])
         self.bad("memory", "fwd f32 hq=1 sq=8 d=8", "--svg", "no/such/folder.svg", words=["--svg", "no/such/folder.svg"])
 
     def test_errors(self):

@@ -1,7 +1,10 @@
-// What forward_sm90, backward_sm90 and ("decode: ") decode_sm80 take and why they refuse the rest, in its own words; needs no GPU.
+// What forward_sm90, backward_sm90 and ("decode: ") decode_sm80 take and why they refuse the rest, in its own words, and how rows may
+// be cut; needs no GPU.
 #include <cstdio>
 #include <string>
+#include <vector>
 
+#include "core/plan.h"
 #include "core/problem.h"
 #include "cuda/backend.h"
 
@@ -51,6 +54,54 @@ const Case kCases[] = {
     {"bwd bf16 cuda b=2 hq=8 sq=2048 sk=0 d=128", "no keys or no rows"},
 };
 
+// How a row cuts where a measurement or a caller wants it otherwise.
+struct CutCase {
+  const char* problem;
+  const char* row;
+  const char* config;
+  const char* expected;  // "192x128, 1 splits", or words of the refusal
+};
+
+const CutCase kCutCases[] = {
+    {"fwd bf16 cuda b=2 hq=8 sq=8192 d=64", "forward_sm90", "block_m=192", "192x128, 1 splits"},
+    {"fwd bf16 cuda b=2 hq=8 sq=8192 d=64", "forward_sm90", "block_m=256 block_n=64", "256x64, 1 splits"},
+    {"fwd bf16 cuda b=2 hq=8 sq=1024 d=64 causal", "forward_sm90", "block_n=128", "192x128, 1 splits"},
+    {"fwd f16 cuda b=2 hq=8 sq=8192 d=128 causal", "forward_sm90", "block_n=64", "128x64, 1 splits"},
+    {"fwd bf16 cuda b=2 hq=8 sq=1024 d=128 causal no_lse", "forward_sm90", "block_m=128 block_n=128", "128x128, 1 splits"},
+    {"fwd bf16 cuda b=2 hq=8 sq=1024 d=128", "forward_sm90", "block_m=192", "\"block_m=192\": forward_sm90 has no such blocks"},
+    {"fwd bf16 cuda b=2 hq=8 sq=1024 d=64 softcap=20", "forward_sm90", "block_n=128", "forward_sm90 has no such blocks"},
+    {"fwd bf16 cuda b=2 hq=8 sq=1024 d=256", "forward_sm90", "splits=2", "\"splits=2\": forward_sm90 takes block_m block_n"},
+    {"fwd bf16 cuda b=1 hq=8 hk=1 sq=1 sk=8192 d=128", "forward_sm80", "splits=7", "64x64, 7 splits"},
+    {"fwd bf16 cuda b=1 hq=8 hk=1 sq=1 sk=8192 d=128", "forward_sm80", "splits=1", "64x64, 1 splits"},
+    {"fwd bf16 cuda b=1 hq=8 sq=512 sk=8192 d=64", "forward_sm80", "splits=2", "128x64, 2 splits"},
+    {"fwd bf16 cuda b=1 hq=8 sq=1 sk=8192 d=128 splits=3", "forward_sm80", "splits=2", "splits 2: num_splits 3 is given"},
+    {"fwd bf16 cuda b=1 hq=8 sq=1 sk=8192 d=128", "forward_sm80", "block_n=64", "forward_sm80 takes splits"},
+    {"bwd bf16 cuda b=1 hq=8 sq=512 d=128", "backward_sm90", "block_n=64", "backward_sm90 cuts by itself"},
+    {"bwd bf16 cuda b=1 hq=8 sq=512 d=128", "backward_sm80", "block_m=64", "backward_sm80 cuts by itself"},
+};
+
+// Through the table without its `available`: there need not be a GPU.
+int run_cuts() {
+  std::vector<KernelRow> rows(cuda_kernels().begin(), cuda_kernels().end());
+  for (KernelRow& row : rows) row.available = [] { return true; };
+  int failed = 0;
+  for (const CutCase& c : kCutCases) {
+    tw_problem p;
+    Plan plan;
+    Target target;
+    target.kernel = c.row;
+    Status status = parse(c.problem, &p);
+    if (status.ok()) status = parse_choice(c.config, &target.choice);
+    if (status.ok()) status = make_plan(p, target, rows, &plan);
+    const std::string text =
+        status.ok() ? concat(plan.block_m, "x", plan.block_n, ", ", plan.num_splits, " splits") : status.message();
+    const bool ok = text.find(c.expected) != std::string::npos;
+    failed += !ok;
+    std::printf("%s %s, %s %s: %s\n", ok ? "ok  " : "FAIL", c.problem, c.row, c.config, text.c_str());
+  }
+  return failed;
+}
+
 int run() {
   int failed = 0;
   for (const Case& c : kCases) {
@@ -79,4 +130,4 @@ int run() {
 }  // namespace
 }  // namespace tilewise
 
-int main() { return tilewise::run(); }
+int main() { return tilewise::run() + tilewise::run_cuts(); }

@@ -125,6 +125,28 @@ TEST(Memory, LayersAndCheckpoints) {
   EXPECT_EQ(memory(paged).inputs, int64_t{2} * 4 * 32 * 128 + int64_t{3000} * 16 * 8 * 256 * 2);
 }
 
+TEST(Memory, WindowedLayersKeepTheirWindow) {
+  tw_memory_options options = default_memory_options();
+  options.layers = 36, options.window_layers = 18, options.window = 128;
+  const std::string decode = "fwd bf16 cuda b=4 hq=64 hk=8 sq=1 sk=8192 d=64 seqused_k causal sink", paged = decode + " pages=3000x16";
+  const int64_t key = int64_t{8} * 128 * 2;  // bytes of one key and value
+  EXPECT_EQ(memory(decode, options).tiled.total - memory(decode).tiled.total, 4 * key * (17 * 8192 + 18 * 128));
+  EXPECT_EQ(memory(decode, options).standard.total - memory(decode).standard.total, 4 * key * (17 * 8192 + 18 * 128));
+  EXPECT_EQ(memory(paged, options).tiled.total - memory(paged).tiled.total, key * (17 * 3000 * 16 + 18 * 4 * 9 * 16));
+  options.window = 100000;  // longer than the cache
+  EXPECT_EQ(memory(decode, options).tiled.total - memory(decode).tiled.total, 35 * 4 * key * 8192);
+  options.window = 128, options.window_layers = 36;  // the layer at work has one too
+  EXPECT_EQ(memory(decode, options).tiled.total - memory(decode).tiled.total, 35 * 4 * key * 128);
+  const std::string training = "bwd bf16 cuda b=1 hq=64 hk=8 sq=4096 d=64 causal";  // keeps every row
+  tw_memory_options plain = options;
+  plain.window_layers = plain.window = 0;
+  EXPECT_EQ(memory(training, options).tiled.total, memory(training, plain).tiled.total);
+  options.window = 0;
+  EXPECT_EQ(refusal(decode, options), "window 0: must be >= 1 with window_layers");
+  options.window_layers = 37, options.window = 1;
+  EXPECT_EQ(refusal(decode, options), "window_layers 37: must be in [0, layers 36]");
+}
+
 TEST(Memory, SharesOfADevice) {
   tw_memory_options options = default_memory_options();
   options.tensor_parallel = 16;  // more than key heads: each device has one
@@ -143,7 +165,9 @@ TEST(Memory, SharesOfADevice) {
   EXPECT_NE(refusal("bwd f32 b=3 hq=2 sq=100 d=64 packed_q=250 packed_k=250", options).find("context_parallel 2"), std::string::npos);
   options = default_memory_options(), options.layers = 0;
   EXPECT_EQ(refusal("fwd f32 hq=1 sq=8 d=8", options), "layers 0: must be >= 1");
-  EXPECT_NE(refusal("fwd f32 cuda hq=1 sq=8 d=8", default_memory_options()).find("f32"), std::string::npos);
+  EXPECT_NE(refusal("fwd f64 cuda hq=1 sq=8 d=8", default_memory_options()).find("f64"), std::string::npos);
+  const int64_t padded = int64_t{2} * 128;
+  EXPECT_EQ(memory("bwd f32 cuda b=1 hq=2 sq=100 d=40").tiled.workspace_backward, padded * 4 * (2 + 64));
 }
 
 TEST(Memory, TheLargestFitsAndTheNextDoesNot) {

@@ -73,6 +73,41 @@ TEST(Tuning, OfAnotherVersionOrMachineIsNotUsed) {
   EXPECT_EQ(Tuning().note(), "");
 }
 
+// A row of a GPU that this machine need not have.
+KernelRow gpu_row(const char* name, const char* cuts) {
+  return {name, TW_BACKEND_CUDA, TW_FORWARD, "sm_80", "for a test", [] { return true; }, [](const tw_problem&) { return std::string(); },
+          [](const tw_problem&, const Target& target, Plan* plan) {
+            plan->config = format(target.choice);
+            return Status();
+          },
+          nullptr, cuts};
+}
+
+TEST(Tuning, ProblemsOfAGpuBelongToThatGpu) {
+  const std::string problem = "fwd bf16 cuda hq=8 sq=512 d=64", gpu = "NVIDIA B1, sm_80, 4 multiprocessors";
+  const std::string text = kHead + ("gpu " + gpu) + "\n" + problem + ": second splits=3\nfwd f32 hq=8 sq=512 d=64: forward_scalar block_m=48\n";
+  const Tuning here = Tuning::parse("file", text, "1.2.3", "here", {"another", gpu}), elsewhere = tuning_of(text);
+  EXPECT_EQ(here.find_on_gpu(problem_of(problem), 0), nullptr);
+  EXPECT_EQ(here.find_on_gpu(problem_of(problem), 2), nullptr);
+  ASSERT_NE(here.find_on_gpu(problem_of(problem), 1), nullptr);
+  EXPECT_EQ(elsewhere.find_on_gpu(problem_of(problem), 0), nullptr);
+  EXPECT_NE(elsewhere.find(problem_of("fwd f32 hq=8 sq=512 d=64"), 2), nullptr);
+  EXPECT_NE(here.note().find("2 problems for 2 threads and for \"" + gpu + "\""), std::string::npos) << here.note();
+  const KernelRow rows[] = {gpu_row("first", "splits"), gpu_row("second", "block_n splits")};
+  const auto plan_on = [&](int32_t device, const Tuning* tuning, const Choice& choice = {}) {
+    Target target;
+    target.num_threads = 9, target.device_index = device, target.tuning = tuning, target.choice = choice;
+    Plan plan;
+    const Status status = make_plan(problem_of(problem), target, rows, &plan);
+    return status.ok() ? std::string(plan.row->name) + " " + plan.config : status.message();
+  };
+  EXPECT_EQ(plan_on(1, &here), "second splits=3, tuned");
+  EXPECT_EQ(plan_on(0, &here), "first ");
+  EXPECT_EQ(plan_on(1, &elsewhere), "first ");
+  EXPECT_EQ(plan_on(1, &here, {0, 0, 2}), "first splits=2");  // a caller's choice comes first
+  EXPECT_EQ(plan_on(1, nullptr, {0, 64, 2}), "config: \"block_n=64\": first takes splits");
+}
+
 TEST(Tuning, PlansUseIt) {
   const std::string text = "fwd f32 hq=8 sq=512 d=64";
   const Tuning tuning = tuning_of(kHead + text + ": forward_scalar block_m=48 block_n=128 splits=2\n");
