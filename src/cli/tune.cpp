@@ -310,7 +310,7 @@ void add_tune(CLI::App& app) {
                   "  TILEWISE_TUNING=my.tuning tilewise explain \"fwd f32 hq=16 sq=2048 d=64\"\n"
                   "  tilewise tune \"fwd bf16 cuda b=8 hq=16 sq=1024 d=128 causal\"\n"
                   "A file of another version, machine, number of threads or GPU is not used; explain says so. On a GPU the\n"
-                  "candidates are the other rows, other blocks of forward_sm90 and other splits of forward_sm80.");
+                  "candidates are the other rows, other blocks of forward_sm90, and other splits of decode_sm80 and forward_sm80.");
   command->add_option("problem", options->problems, "Problem texts")->type_name("PROBLEM");
   add_text(command, "--cases", options->cases, "FILE", "Problem texts, one a line");
   add_text(command, "--out", options->out, "FILE", "The winners (default: TILEWISE_TUNING, else tilewise.tuning)");

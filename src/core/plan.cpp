@@ -53,13 +53,15 @@ const Tuning::Entry* tuned_entry(const tw_problem& problem, const Target& target
 }
 
 // Does the row let a caller set what the choice sets?
-Status check_choice(const Choice& choice, const KernelRow& row) {
+Status check_choice(const tw_problem& problem, const Choice& choice, const KernelRow& row) {
   const std::string_view cuts = row.cuts;
   if (choice.empty()) return Status();
   if (cuts.empty()) return invalid("config: \"", format(choice), "\": ", row.name, " cuts by itself; must be NULL");
   for (const auto& [name, value] : {std::pair{"block_m", choice.block_m}, {"block_n", choice.block_n}, {"splits", choice.splits}})
     if (value != 0 && cuts.find(name) == std::string_view::npos)
       return invalid("config: \"", name, "=", value, "\": ", row.name, " takes ", cuts);
+  if (choice.splits > 1 && problem.pass == TW_FORWARD && (problem.num_splits > 0 || problem.batch_invariant))
+    return invalid("config: splits ", choice.splits, ": the problem says num_splits or batch_invariant; must be 1");
   return Status();
 }
 
@@ -70,7 +72,7 @@ Status plan_as_said(const tw_problem& problem, const Target& target, std::span<c
     if (!refusals.empty()) refusals.pop_back();
     return unsupported("no kernel takes \"", format(problem), "\"", refusals.empty() ? "" : ":\n", refusals);
   }
-  TW_RETURN_IF_ERROR(check_choice(target.choice, *row));
+  TW_RETURN_IF_ERROR(check_choice(problem, target.choice, *row));
   plan->problem = problem;
   plan->target = target;
   plan->row = row;

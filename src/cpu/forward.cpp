@@ -88,8 +88,6 @@ struct Cut {
       return invalid("config: block_m ", choice.block_m, ": must be a multiple of ", kStrip, " up to 384");
     if (choice.block_n % 64 != 0 || choice.block_n > kMaxBlockN)
       return invalid("config: block_n ", choice.block_n, ": must be a multiple of 64 up to ", kMaxBlockN);
-    if (choice.splits > 1 && (p.num_splits > 0 || p.batch_invariant))
-      return invalid("config: splits ", choice.splits, ": the problem says num_splits or batch_invariant; must be 1");
     const int64_t most = std::max<int64_t>(divide_up(p.seqlen_k, 64), 1);
     if (choice.splits > most)
       return invalid("config: splits ", choice.splits, ": must be at most ", most, " of these ", p.seqlen_k, " keys");

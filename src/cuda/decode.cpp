@@ -59,7 +59,7 @@ int64_t choose_splits(const tw_problem& p, const DecodeConfig& config, const Tar
   constexpr double kBytesPerNs = 4550, kLatencyNs = 950, kPagedLatencyNs = 1600;  // of a request
   constexpr double kBlockNs = 1500, kMergeNs = 1500, kMergePerRowNs = 3, kMergePerSplitNs = 10;
   const int64_t steps = std::max<int64_t>(ceil_div(longest_walk(p), config.block_n()), 1);
-  if (p.num_splits > 0) return std::min<int64_t>({p.num_splits, int64_t{kMaxSplits}, steps});
+  if (const int64_t wanted = wanted_splits(p, target); wanted > 0) return std::min<int64_t>({wanted, int64_t{kMaxSplits}, steps});
   // A split count that follows the batch would change a sequence's rounding with its neighbours.
   if (p.batch_invariant) return 1;
   const int64_t items = num_items(p);
@@ -143,7 +143,7 @@ KernelRow decode_sm80_row() {
   return {"decode_sm80", TW_BACKEND_CUDA, TW_FORWARD, "sm_80",
           "up to 32 query rows per key head (decoding): f16 and bf16, head dims up to 256, every option but bias and dropout, "
           "dense, packed and paged, split keys",
-          [] { return any_device_from(80); }, refuse_decode_sm80, plan_decode_sm80, run_decode_sm80};
+          [] { return any_device_from(80); }, refuse_decode_sm80, plan_decode_sm80, run_decode_sm80, "splits"};
 }
 
 }  // namespace tilewise::cuda

@@ -68,9 +68,6 @@ struct Cut {
   int64_t pack, num_blocks, num_splits, tasks;
 };
 
-// Parts that the caller or a measurement wants; 0 = none said.
-int64_t wanted_splits(const tw_problem& p, const Target& target) { return p.num_splits > 0 ? p.num_splits : target.choice.splits; }
-
 int64_t choose_splits(const tw_problem& p, int64_t wanted, int64_t tasks, int64_t block_n, int multiprocessors) {
   const int64_t key_tiles = ceil_div(p.seqlen_k + p.seqlen_new, block_n);
   if (wanted > 0) return std::min<int64_t>({wanted, int64_t{kMaxSplits}, std::max<int64_t>(key_tiles, 1)});
@@ -150,6 +147,8 @@ int prepare_cache(const tw_problem& p, const tw_tensors& t, void* rotated, Forwa
 
 }  // namespace
 
+int64_t wanted_splits(const tw_problem& p, const Target& target) { return p.num_splits > 0 ? p.num_splits : target.choice.splits; }
+
 std::string refuse_limits(const tw_problem& p) {
   if (p.dtype == TW_FLOAT64) return "dtype f64: takes f16, bf16 and f32";
   if (std::max(p.head_dim, p.head_dim_v) > 256) return "head dims over 256";
@@ -173,8 +172,6 @@ std::string refuse_forward_sm80(const tw_problem& p) {
 }
 
 Status plan_forward_sm80(const tw_problem& p, const Target& target, Plan* plan) {
-  if (target.choice.splits > 0 && p.num_splits > 0)
-    return invalid("config: splits ", target.choice.splits, ": num_splits ", p.num_splits, " is given");
   const ForwardKernels& kernels = *find_kernels(p);
   const Cut cut = cut_forward(p, target);
   const ForwardConfig& config = config_for(kernels, cut.kind, target);

@@ -74,8 +74,10 @@ const CutCase kCutCases[] = {
     {"fwd bf16 cuda b=1 hq=8 hk=1 sq=1 sk=8192 d=128", "forward_sm80", "splits=7", "64x64, 7 splits"},
     {"fwd bf16 cuda b=1 hq=8 hk=1 sq=1 sk=8192 d=128", "forward_sm80", "splits=1", "64x64, 1 splits"},
     {"fwd bf16 cuda b=1 hq=8 sq=512 sk=8192 d=64", "forward_sm80", "splits=2", "128x64, 2 splits"},
-    {"fwd bf16 cuda b=1 hq=8 sq=1 sk=8192 d=128 splits=3", "forward_sm80", "splits=2", "splits 2: num_splits 3 is given"},
+    {"fwd bf16 cuda b=1 hq=8 sq=1 sk=8192 d=128 splits=3", "forward_sm80", "splits=2", "splits 2: the problem says num_splits"},
     {"fwd bf16 cuda b=1 hq=8 sq=1 sk=8192 d=128", "forward_sm80", "block_n=64", "forward_sm80 takes splits"},
+    {"fwd bf16 cuda b=1 hq=32 hk=8 sq=1 sk=8192 d=128", "decode_sm80", "splits=5", "5 splits"},
+    {"fwd bf16 cuda b=1 hq=32 hk=8 sq=1 sk=8192 d=128 batch_invariant", "decode_sm80", "splits=5", "num_splits or batch_invariant"},
     {"bwd bf16 cuda b=1 hq=8 sq=512 d=128", "backward_sm90", "block_n=64", "backward_sm90 cuts by itself"},
     {"bwd bf16 cuda b=1 hq=8 sq=512 d=128", "backward_sm80", "block_m=64", "backward_sm80 cuts by itself"},
 };

@@ -137,9 +137,36 @@ def draw_memory(data):
   return figure
 
 
+def training() -> dict:
+  record = json.loads((RESULTS / "train_gpt2.json").read_text(encoding="utf-8"))
+  return {"curves": record["curves"], "batch": record["model"]["batch"], "context": record["model"]["context"]}
+
+
+def draw_training(data):
+  curves = data["curves"]
+  figure, (left, right) = style.panels(1, 2, 2.9)
+  steps = range(1, len(curves["eager"]) + 1)
+  left.plot(steps, curves["eager"], color=style.ORANGE, linewidth=3.2, label="eager")
+  left.plot(steps, curves["Tilewise"], color=style.BLUE, linewidth=1.2, label="Tilewise")
+  left.set(title="loss", xlabel=f"step of {data['batch']} x {data['context']} bytes", ylim=(2, 11.5))
+  left.legend()
+  left.grid(axis="y")
+  looks = {"SDPA flash": (style.GREEN, "FlashAttention 2"), "eager, keys reversed": (style.YELLOW, "eager, keys reversed"), "Tilewise": (style.BLUE, "Tilewise")}
+  for name, (colour, label) in looks.items():
+    if name in curves:
+      apart = [max(abs(a - b), 1e-7) for a, b in zip(curves[name], curves["eager"])]
+      right.semilogy(steps, apart, color=colour, linewidth=1.2, label=label)
+  right.set(title="distance of the loss from eager's", xlabel="step", ylim=(1e-6, 1e-1))
+  right.minorticks_off()
+  right.legend(loc="lower right")
+  right.grid(axis="y")
+  return figure
+
+
 FIGURES = {
     "cpu": (cpu, draw_cpu),
     "h200": (h200, draw_h200),
     "accuracy": (accuracy, draw_accuracy),
     "memory_measured": (memory, draw_memory),
+    "training": (training, draw_training),
 }
