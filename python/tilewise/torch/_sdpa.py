@@ -189,7 +189,7 @@ class _Sdpa:
         if o.shape[-1] > 1 and o.stride(-1) != 1:
             return None
         o = o.transpose(1, 2)
-        lse = torch.empty((b, sq, hq), dtype=torch.float32).transpose(1, 2)
+        lse = q.new_empty((b, sq, hq), dtype=torch.float32).transpose(1, 2)
         dense = None if extra else [rows(x) for x in (q, k, v, o)]
         if dense is not None and None not in dense:
             q_view, k_view, v_view, o_view = dense
