@@ -151,7 +151,8 @@ def draw_training(data):
   left.set(title="loss", xlabel=f"step of {data['batch']} x {data['context']} bytes", ylim=(2, 11.5))
   left.legend()
   left.grid(axis="y")
-  looks = {"SDPA flash": (style.GREEN, "FlashAttention 2"), "eager, keys reversed": (style.YELLOW, "eager, keys reversed"), "Tilewise": (style.BLUE, "Tilewise")}
+  looks = {"SDPA flash": (style.GREEN, "FlashAttention 2"), "eager, keys reversed": (style.YELLOW, "eager, keys reversed"),
+           "Tilewise": (style.BLUE, "Tilewise")}
   for name, (colour, label) in looks.items():
     if name in curves:
       apart = [max(abs(a - b), 1e-7) for a, b in zip(curves[name], curves["eager"])]
