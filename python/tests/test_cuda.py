@@ -4,6 +4,10 @@ Runs with TILEWISE_TEST_DEVICE=cuda (conftest.py), as `./dev gpu-test` does.
 """
 
 import gc
+import os
+import re
+import subprocess
+import sys
 import threading
 
 import oracle
@@ -269,3 +273,75 @@ def test_more_than_2_to_31_elements(dtype):
         oracle.assert_close(lse[:, :, part], want_lse[:, :, rows], dtype, "lse", 2)
         want_grads = torch.autograd.grad((want * w[:, begin : part.stop].double()).sum(), one)
         oracle.assert_grads([g[:, begin : part.stop] for g in grads], want_grads, dtype, "qkv", 4)
+
+
+# problem, and the row and cut that a tuning file asks for; rows that this GPU lacks are left out.
+CUTS = [
+    ("fwd bf16 cuda b=2 hq=4 sq=4096 d=64", "forward_sm90 block_m=256 block_n=64"),
+    ("fwd f16 cuda b=2 hq=4 sq=1000 d=64", "forward_sm90 block_m=192 block_n=128"),
+    ("fwd bf16 cuda b=2 hq=4 sq=1000 d=64 causal", "forward_sm90 block_m=192"),
+    ("fwd bf16 cuda b=2 hq=4 hk=2 sq=777 sk=1500 d=64 window=200,30", "forward_sm90 block_n=128"),
+    ("fwd f16 cuda b=2 hq=4 sq=1000 d=128 causal", "forward_sm90 block_n=128"),
+    ("fwd bf16 cuda b=2 hq=4 sq=3000 d=128", "forward_sm90 block_n=64"),
+    ("fwd bf16 cuda b=2 hq=4 sq=500 d=64 causal", "forward_sm80"),
+    ("fwd bf16 cuda b=1 hq=4 sq=200 sk=3002 d=128", "forward_sm80 splits=3"),
+    ("fwd bf16 cuda b=2 hq=8 hk=2 sq=1 sk=3001 d=128", "decode_sm80 splits=5"),
+    ("fwd f16 cuda b=2 hq=8 hk=2 sq=1 sk=3001 d=64", "decode_sm80 splits=1"),
+    ("fwd f32 cuda b=2 hq=4 sq=3 sk=2000 d=64", "forward_sm80 splits=7"),
+]
+
+COMPARE = """
+import sys, oracle, torch, tilewise
+torch.set_default_device("cuda")
+for problem in sys.argv[1:]:
+    words = dict(w.split("=") for w in problem.split() if "=" in w)
+    b, hq, sq, d = (int(words[n]) for n in ("b", "hq", "sq", "d"))
+    hk, sk = int(words.get("hk", hq)), int(words.get("sk", sq))
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[problem.split()[1]]
+    options = dict(causal="causal" in problem, window=tuple(map(int, words["window"].split(","))) if "window" in words else None)
+    torch.manual_seed(1)
+    q, k, v = torch.randn(b, sq, hq, d).to(dtype), torch.randn(b, sk, hk, d).to(dtype), torch.randn(b, sk, hk, d).to(dtype)
+    plan = tilewise.plan(problem)
+    assert plan.config.endswith(", tuned"), (problem, plan.kernel, plan.config)
+    o, lse = tilewise.attention(q, k, v, return_lse=True, **options)
+    want, want_lse = oracle.attention(q, k, v, **options)
+    oracle.assert_close(o, want, dtype, problem)
+    oracle.assert_close(lse, want_lse, dtype, problem)
+    print(problem, plan.kernel, plan.config)
+"""
+
+
+def test_other_cuts_are_the_same_function(tmp_path):
+    """What `tilewise tune` chooses between, forced by a tuning file: each cut against float64."""
+    machine, available = tilewise.machine(), {r.name for r in tilewise.kernels() if r.available}
+    cases = [(problem, cut) for problem, cut in CUTS if cut.split()[0] in available]
+    head = "; ".join(line for line in machine.splitlines() if line.startswith(("cpu ", "caches ")))
+    text = "tilewise %s\nmachine %s\ngpu %s\n" % (tilewise.__version__, head, re.search("^cuda 0 (.*)$", machine, re.M).group(1))
+    path = tmp_path / "cuts.tuning"
+    path.write_text(text + "".join("%s: %s\n" % case for case in cases))
+    environment = dict(os.environ, TILEWISE_TUNING=str(path), PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run([sys.executable, "-c", COMPARE, *(problem for problem, _ in cases)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == len(cases)
+
+
+def test_the_command_on_a_gpu(tmp_path):
+    """memory --verify is to the byte what was predicted, or close; tune writes a file that this GPU's plans read."""
+    tool = os.path.join(os.path.dirname(os.environ.get("TILEWISE_LIBRARY", "")), "cli", "tilewise")
+    if not os.path.exists(tool):
+        pytest.skip("no command beside the library")
+
+    def run(*words, **environment):
+        done = subprocess.run([tool, *words], capture_output=True, text=True, cwd=tmp_path, env=dict(os.environ, **environment))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    problems = ("bwd bf16 cuda b=2 hq=8 sq=512 d=64 causal", "bwd f32 cuda hq=4 sq=300 d=40 deterministic", "fwd f16 cuda b=2 hq=8 hk=2 sq=1 sk=2000 d=128 seqused_k causal")
+    assert "5 within 1 % and 2 MiB, 0 beyond" in run("memory", *problems, "--verify")
+    problem = "fwd bf16 cuda b=2 hq=8 sq=512 d=64"
+    run("tune", problem, "bwd bf16 cuda hq=8 sq=256 d=64", "--time", "0", "--out", "gpu.tuning")
+    text = (tmp_path / "gpu.tuning").read_text()
+    assert re.search(r"^gpu .+, sm_\d+, \d+ multiprocessors$", text, re.M) and problem in text
+    forced = re.sub("(?m)^#? ?%s:.*$" % re.escape(problem), problem + ": forward_sm80", text)
+    (tmp_path / "gpu.tuning").write_text(forced)
+    assert ", tuned" in run("plan", problem, TILEWISE_TUNING="gpu.tuning")
