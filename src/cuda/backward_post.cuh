@@ -9,26 +9,10 @@ namespace tilewise::cuda {
 
 inline constexpr int kPostWarps = 8;
 
-// Lane q of a quad gets x[q] of each lane: x[i] is then that of lane i.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
-#pragma unroll
-  for (int mask = 1; mask < 4; mask *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & mask) continue;
-      const bool high = (quad & mask) != 0;
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + mask], mask);
-      (high ? x[i] : x[i + mask]) = other;
-    }
-}
-
-// Grid: (block of kRowPadding rows) x head x batch (one more when rows are packed: the rows of no sequence). A warp
+// Task `index`: (block of kRowPadding rows) x head x batch (one more when rows are packed: the rows of no sequence). A warp
 // turns 16 rows at a time from fragments to rows.
 template <class T>
-__global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __grid_constant__ BackwardParams p) {
-  if (p.only_if && *p.only_if == 0) return;
-  const int row_blocks = max(1, (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding);
-  unsigned index = blockIdx.x;
+__device__ __forceinline__ void backward_post_rows(const BackwardParams& p, unsigned index, int row_blocks) {
   const int block = static_cast<int>(index % row_blocks);
   index /= row_blocks;
   const int h = static_cast<int>(index % p.sequence.num_heads_q);
@@ -91,6 +75,16 @@ __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __
             used ? (half ? x.w : x.y) * factor : 0.f, pairs);
     }
   }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __grid_constant__ BackwardParams p) {
+  ptx::let_next_kernel_start();
+  ptx::wait_for_previous_kernels();
+  if (p.only_if && *p.only_if == 0) return;
+  const int row_blocks = max(1, (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding);
+  const unsigned tasks = static_cast<unsigned>(row_blocks) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
+  for (unsigned index = blockIdx.x; index < tasks; index += gridDim.x) backward_post_rows<T>(p, index, row_blocks);
 }
 
 struct DbiasParams {

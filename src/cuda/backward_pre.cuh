@@ -1,6 +1,7 @@
 // Before the main kernel: delta_i = rowsum(dO * O) - dlse_i, lse in base 2, dq sums to zero, tickets and turns to zero.
 #pragma once
 #include "cuda/params.h"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/tile/score.cuh"
 
 namespace tilewise::cuda {
@@ -127,14 +128,9 @@ __global__ void __launch_bounds__(kPreThreads) largest_value_kernel(const __grid
   keep_largest(p.dbias.largest + 2, largest);
 }
 
-// Grid: (row block of kRowPadding) x head x batch.
+// Task `index`: (row block of kRowPadding) x head x batch.
 template <class T>
-__global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
-  if (p.only_if && *p.only_if == 0) return;
-  const int row_blocks = (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.ticket) *p.ticket = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.nonfinite) *p.nonfinite = 0;
-  unsigned index = blockIdx.x;
+__device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsigned index, int row_blocks) {
   const int block = static_cast<int>(index % row_blocks);
   index /= row_blocks;
   const int h = static_cast<int>(index % p.sequence.num_heads_q);
@@ -201,6 +197,18 @@ __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_
   }
 }
 
+template <class T>
+__global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
+  ptx::let_next_kernel_start();
+  ptx::wait_for_previous_kernels();
+  if (p.only_if && *p.only_if == 0) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.ticket) *p.ticket = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.nonfinite) *p.nonfinite = 0;
+  const int row_blocks = (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding;
+  const unsigned tasks = static_cast<unsigned>(row_blocks) * p.sequence.num_heads_q * p.sequence.batch;
+  for (unsigned index = blockIdx.x; index < tasks; index += gridDim.x) backward_pre_rows<T>(p, index, row_blocks);
+}
+
 struct DsinkParams {
   BackwardParams backward;
   float* dsink;
@@ -211,6 +219,7 @@ struct DsinkParams {
 template <int kThreads = kPreThreads>
 __global__ void __launch_bounds__(kThreads) dsink_kernel(const __grid_constant__ DsinkParams params) {
   const BackwardParams& p = params.backward;
+  ptx::wait_for_previous_kernels();
   if (p.only_if && *p.only_if == 0) return;
   const int h = blockIdx.x;
   const float sink = p.score.sink[h * p.score.sink_head] * kLog2E;

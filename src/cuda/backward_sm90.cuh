@@ -1,7 +1,7 @@
 // Backward attention with the copy engine and the asynchronous tensor cores (sm_90a).
 //
-// A block owns block_n keys of one key head and walks the queries that see them, head by head of its group, in tiles of
-// block_m rows:
+// A block stays on its multiprocessor and takes key block after key block: block_n keys of one key head. It walks the queries
+// that see them, head by head of the group, in tiles of block_m rows:
 //
 //   S^T  = K Q^T - lse / scale        dP^T = V dO^T - delta
 //   P^T  = 2^(S^T scale log2 e)       dS^T = P^T * dP^T
@@ -13,7 +13,8 @@
 // The third warpgroup makes dQ from the dS that is left in shared memory, and adds it to a float32 sum in global memory. It is
 // a step behind, so nobody waits for anybody at once, and the tensor cores have three warpgroups to choose from. lse and delta
 // come as columns of the products, three bfloat16 each, times -1: read one by one they would wait behind the tensor cores'
-// own reads of shared memory. docs/kernels/backward_sm90.md has the timeline.
+// own reads of shared memory. Queries of the next key block are loaded while this one ends, its keys as soon as this one's
+// have been used for the last time. docs/kernels/backward_sm90.md has the timeline.
 #pragma once
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -22,8 +23,8 @@
 namespace tilewise::cuda {
 
 // The tiles of a block, in order: head by head of the group. Blocks of a head that run side by side start with different
-// tiles, so that their sums of dQ do not meet in the same place. With ordered sums all of them start with the last queries:
-// those with fewer tiles stop earlier, and nobody waits for long.
+// tiles, so that their sums of dQ do not meet in the same place. With ordered sums: see last_keys_first(); without an end of
+// the window, all of them start with the last queries.
 struct TileWalk {
   int head, tile;
   __device__ __forceinline__ explicit TileWalk(const KeyBlock& block)
@@ -45,15 +46,75 @@ __device__ __forceinline__ int num_steps(const KeyBlock& block) { return uniform
 
 // Where dQ of a tile goes, found out when the tile is loaded.
 struct alignas(16) DqTarget {
-  float* sum;     // [row / 16, column / 8, lane, 4]
-  int32_t* turn;  // ordered sums: counts the key blocks that have added theirs, one count a warp
+  float* sum;        // [row / 16, column / 8, lane, 4]
+  int32_t counters;  // ordered sums: where BackwardParams::turn counts the key blocks that have added theirs, once a warp
+  int32_t turn;      // and how many must have
+};
+
+// ---- key blocks -----------------------------------------------------------------------------------------------------
+
+// Key block n of this block of threads, and the one after it: a ring of two. One warp publishes, all wait and release.
+template <BackwardSm90Config C>
+struct KeyBlocksSm90 {
+  static_assert(sizeof(KeyBlock) <= C.kBlockBytes);
+  const BackwardSm90Params& p;
+  const SharedBackwardSm90<C> shared;
+  unsigned char* const memory;
+
+  __device__ __forceinline__ KeyBlock& at(int n) const {
+    return *reinterpret_cast<KeyBlock*>(memory + C.block_offset() + (n & 1) * C.kBlockBytes);
+  }
+  __device__ __forceinline__ const KeyBlock& wait(int n) const {
+    ptx::mbarrier_wait(shared.block_full(n & 1), n >> 1 & 1);
+    return at(n);
+  }
+  __device__ __forceinline__ void release(int n, int lane) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(shared.block_empty(n & 1));
+  }
+  // By a whole warp. A ticket is taken as late as possible, or the last key blocks are not spread evenly. With ordered sums,
+  // whoever waits for a turn waits for a ticket that was taken before.
+  __device__ __forceinline__ void publish(int n, int lane) const {
+    ptx::mbarrier_wait(shared.block_empty(n & 1), (n >> 1 & 1) ^ 1);
+    KeyBlock next = {};
+    for (;;) {
+      int ticket = 0;
+      if (lane == 0) ticket = atomicAdd(p.backward.ticket, 1);
+      ticket = uniform(ticket);
+      next.b = -1;
+      if (ticket >= p.num_tasks) break;
+      next = key_block_of<C.block_m, C.block_n()>(p.backward, static_cast<unsigned>(ticket));
+      if (uniform(next.b >= p.backward.sequence.batch || next.first_key < next.s.capacity_k)) break;
+    }
+    if (lane == 0) {
+      at(n) = next;
+      ptx::mbarrier_arrive(shared.block_full(n & 1));
+    }
+    __syncwarp();
+  }
+};
+
+// Where a warp stands in the rings that go on from key block to key block. In two registers: they are short.
+struct RingPosition {
+  int stage = 0;  // of Q and dO
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ uint32_t parity() const { return bits & 1; }  // of the stage
+  __device__ __forceinline__ void next_stage(int stages) {
+    if (++stage == stages) stage = 0, bits ^= 1;
+  }
+  __device__ __forceinline__ uint32_t keys_parity() const { return bits >> 1 & 1; }
+  __device__ __forceinline__ void next_keys() { bits ^= 2; }
+  __device__ __forceinline__ uint32_t step() const { return bits >> 2; }  // tiles so far
+  __device__ __forceinline__ void next_step() { bits += 4; }
 };
 
 // ---- loads ----------------------------------------------------------------------------------------------------------
 
-// Of a warp that loads. In shared memory: its warpgroup is short of registers.
+// Of a warp that loads tiles. In shared memory: its warpgroup is short of registers.
 struct LoadState {
   TileWalk at;
+  int block, left;  // the key block, and its tiles that are not loaded yet
   int stage, loaded;
   uint32_t parity;
 };
@@ -65,7 +126,7 @@ template <BackwardSm90Config C>
 struct LoaderSm90 {
   const BackwardSm90Params& p;
   const SharedBackwardSm90<C> shared;
-  const KeyBlock& block;
+  const KeyBlocksSm90<C> blocks;
   unsigned char* const memory;
 
   __device__ __forceinline__ LoadState& state(int which) const {
@@ -83,23 +144,38 @@ struct LoaderSm90 {
       if (n < count) ptx::tma_load(to + n * rows * 128, map, barrier, {{n * 64, row, 0, head, batch}});
   }
 
-  // By one lane.
-  __device__ __forceinline__ void load_keys() const {
-    const SequenceParams& sequence = p.backward.sequence;
-    const int row = static_cast<int>(block.s.k_begin) + block.first_key, batch = sequence.packed_k ? 0 : block.b;
+  // V and then K of a key block, each when nobody needs the one before it any more. By one lane.
+  __device__ __forceinline__ void load_v(const KeyBlock& block) const {
+    if (block.b < 0 || block.num_tiles == 0) return;
     ptx::mbarrier_arrive_expect(shared.keys_full(), 2 * C.k_bytes());
-    load_box(shared.k(), p.k, shared.keys_full(), C.block_n(), row, block.head_k, batch, p.qk_loads);
-    load_box(shared.v(), p.v, shared.keys_full(), C.block_n(), row, block.head_k, batch, p.v_loads);
+    load_box(shared.v(), p.v, shared.keys_full(), C.block_n(), static_cast<int>(block.s.k_begin) + block.first_key, block.head_k,
+             p.backward.sequence.packed_k ? 0 : block.b, p.v_loads);
+  }
+  __device__ __forceinline__ void load_k(const KeyBlock& block) const {
+    if (block.b < 0 || block.num_tiles == 0) return;
+    load_box(shared.k(), p.k, shared.keys_full(), C.block_n(), static_cast<int>(block.s.k_begin) + block.first_key, block.head_k,
+             p.backward.sequence.packed_k ? 0 : block.b, p.qk_loads);
   }
 
-  // The next tile of Q with lse and delta (kQ), of dO (kDout), or of all.
+  // The next tile of Q with lse and delta (kQ), of dO (kDout), or of all, if fewer than `limit` have been loaded and it
+  // belongs to key block `present` or, if `ahead`, the one after it.
   template <bool kQ, bool kDout>
-  __device__ __forceinline__ void load_next(int lane) const {
+  __device__ __forceinline__ bool load_next(int limit, int present, bool ahead, int lane) const {
     LoadState& kept = state(kQ ? 0 : 1);
+    if (uniform(kept.loaded) >= limit) return false;
+    if (uniform(kept.left) == 0) {
+      const int next = max(uniform(kept.block) + 1, present);
+      if (next > present + ahead) return false;
+      const KeyBlock& block = blocks.wait(next);
+      if (lane == 0) kept.block = next, kept.left = block.b < 0 ? 0 : block.group * block.num_tiles, kept.at = TileWalk(block);
+      __syncwarp();
+      if (uniform(kept.left) == 0) return false;
+    }
     const int stage = uniform(kept.stage), parity = uniform(static_cast<int>(kept.parity));
     ptx::mbarrier_wait(kQ ? shared.empty(stage) : shared.dout_empty(stage), static_cast<uint32_t>(parity));
     if (lane == 0) {
       LoadState s = kept;
+      const KeyBlock& block = blocks.at(s.block);
       const BackwardParams& b = p.backward;
       const int64_t padded = s.at.head * b.padded_rows + padded_row(b.sequence, block.s.q_begin, block.b) + s.at.tile * C.block_m;
       const int row = static_cast<int>(block.s.q_begin) + s.at.tile * C.block_m, batch = b.sequence.packed_q ? 0 : block.b;
@@ -107,7 +183,10 @@ struct LoaderSm90 {
       if constexpr (kQ) {
         DqTarget& to = target(s.loaded);
         to.sum = b.dq_sum + padded * C.head_dim;
-        to.turn = b.turn + ((static_cast<int64_t>(s.at.head) * b.sequence.batch + block.b) * b.num_query_blocks + s.at.tile) * 4;
+        if (b.deterministic) {
+          to.counters = ((s.at.head * b.sequence.batch + block.b) * b.num_query_blocks + s.at.tile) * 4;
+          to.turn = turn_of<C.block_m, C.block_n()>(b, block, s.at.tile);
+        }
       }
       ptx::mbarrier_arrive_expect(full, (kQ + kDout) * C.q_bytes() + (kQ ? C.row_bytes() : 0));
       if constexpr (kQ) {
@@ -117,20 +196,18 @@ struct LoaderSm90 {
       if constexpr (kDout) load_box(shared.dout(stage), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);
       s.at.advance(block);
       ++s.loaded;
+      --s.left;
       if (++s.stage == C.stages) s.stage = 0, s.parity ^= 1;
       kept = s;
     }
     __syncwarp();
+    return true;
   }
 
-  template <bool kQ, bool kDout, bool kKeys>
-  __device__ __forceinline__ void start(int total, int lane) const {
-    if (lane == 0) {
-      if constexpr (kKeys) load_keys();
-      state(kQ ? 0 : 1) = {TileWalk(block), 0, 0, 1};
+  template <bool kQ, bool kDout>
+  __device__ __forceinline__ void load(int limit, int present, bool ahead, int lane) const {
+    while (load_next<kQ, kDout>(limit, present, ahead, lane)) {
     }
-    __syncwarp();
-    for (int n = 0; n < min(C.stages, total); ++n) load_next<kQ, kDout>(lane);
   }
 };
 
@@ -146,16 +223,8 @@ struct QueryGradientSm90 {
 
   const BackwardSm90Params& p;
   const SharedBackwardSm90<C> shared;
-  const KeyBlock& block;
   const LoaderSm90<C> loader;
   const int warp, lane;
-
-  // Ordered sums: how many key blocks see the tile before this one.
-  __device__ __forceinline__ int turn_of(const TileWalk& at) const {
-    const ScoreParams& score = p.backward.score;
-    if (score.window_left < 0) return block.index;
-    return block.index - max(0, at.tile * C.block_m + block.s.seqlen_k - block.s.seqlen_q - score.window_left) / C.block_n();
-  }
 
   __device__ __forceinline__ void issue(float (&dq)[kDQ], int slot, int part) const {
     const int column = part % kPerRow * kDqColumns;
@@ -169,44 +238,74 @@ struct QueryGradientSm90 {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void run() const {
-    const int total = num_steps(block);
-    const bool loads = !C.split && uniform(warp) == 0;
-    if (loads) loader.template start<true, true, true>(total, lane);
-    ptx::mbarrier_wait(shared.keys_full(), 0);
-    TileWalk at(block);
-#pragma unroll 1
-    for (int n = 0; n < total; ++n) {
-      ptx::mbarrier_wait(shared.ds_full(n & 1), n >> 1 & 1);
-      // Consumers have left tile n - 1 when they write the dS of tile n.
-      if (loads && n > 0 && n - 1 + C.stages < total) loader.template load_next<true, true>(lane);
-      const int slot = uniform(n & 1);
-      const DqTarget target = loader.target(n);
-      float* const sum = target.sum + warp * 16 * C.head_dim + lane * 4;
+  // Ordered sums: lets the next key block add, once this warp's sums have arrived.
+  __device__ __forceinline__ void pass_turn(int counters) const {
+    __syncwarp();  // the release is for what all lanes have added
+    if (lane == 0) ptx::add_release(p.backward.turn + counters + warp, 1);
+  }
+
+  // Products and sums of one tile. `passing`: the counters of the tile before, or -1. They go up behind this tile's products:
+  // sums take a microsecond to arrive, and who waited for that right after them would be slower than the consumers.
+  __device__ __forceinline__ void add_tile(int slot, const DqTarget& target, int& passing) const {
+    float* const sum = target.sum + warp * 16 * C.head_dim + lane * 4;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        float dq[kDQ];
-        issue(dq, slot, part);
-        if (part == 0 && p.backward.deterministic) {
-          if (lane == 0)
-            while (ptx::load_acquire(target.turn + warp) != turn_of(at)) {
-            }
-          __syncwarp();
-          at.advance(block);
-        }
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(dq);
-        if (part == kParts - 1 && lane == 0) ptx::mbarrier_arrive(shared.ds_empty(slot));
-        if (p.backward.dq_sum == nullptr) continue;
-        float* const out = sum + part / kPerRow * 64 * C.head_dim + part % kPerRow * kDqColumns * 16;
-#pragma unroll
-        for (int i = 0; i < kDQ / 4; ++i) ptx::add_global(out + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-      }
-      if (p.backward.deterministic) {  // once this warp's sums have arrived
-        __threadfence();
+    for (int part = 0; part < kParts; ++part) {
+      float dq[kDQ];
+      issue(dq, slot, part);
+      if (part == 0 && p.backward.deterministic) {
+        if (passing >= 0) pass_turn(passing);
+        passing = target.counters;
+        if (lane == 0)
+          while (ptx::load_acquire(p.backward.turn + passing + warp) != target.turn) {
+          }
         __syncwarp();
-        if (lane == 0) ptx::add_release(target.turn + warp, 1);
       }
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(dq);
+      if (part == kParts - 1 && lane == 0) ptx::mbarrier_arrive(shared.ds_empty(slot));
+      if (p.backward.dq_sum == nullptr) continue;
+      float* const out = sum + part / kPerRow * 64 * C.head_dim + part % kPerRow * kDqColumns * 16;
+#pragma unroll
+      for (int i = 0; i < kDQ / 4; ++i) ptx::add_global(out + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+  }
+
+  // One of these warps also hands out the key blocks, loads keys and, if not split, tiles.
+  __device__ __forceinline__ void run() const {
+    const KeyBlocksSm90<C>& blocks = loader.blocks;
+    const bool leads = uniform(warp) == 0, loads = !C.split && leads;
+    if (leads) {
+      blocks.publish(0, lane);
+      if (lane == 0) loader.load_v(blocks.at(0)), loader.load_k(blocks.at(0));
+      __syncwarp();
+    }
+    int step = 0, passing = -1;
+    uint32_t keys_parity = 0;
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+      const KeyBlock& block = blocks.wait(n);
+      if (uniform(block.b) < 0) break;
+      const int total = num_steps(block);
+      if (loads) loader.template load<true, true>(step + C.stages - 1, n, false, lane);
+      if (total > 0) ptx::mbarrier_wait(shared.keys_full(), keys_parity), keys_parity ^= 1;
+#pragma unroll 1
+      for (int left = total; left > 0; --left, ++step) {
+        if (leads && left == min(total, 3)) blocks.publish(n + 1, lane);
+        ptx::mbarrier_wait(shared.ds_full(step & 1), step >> 1 & 1);
+        // Consumers have left the tile before when they write the dS of this one.
+        if (loads) loader.template load_next<true, true>(step + C.stages, n, left <= 3, lane);
+        if (leads && left == 1 && lane == 0) loader.load_v(blocks.at(n + 1));  // and dP of the last tile is done
+        __syncwarp();
+        add_tile(uniform(step & 1), loader.target(step), passing);
+      }
+      if (leads && total == 0) {
+        blocks.publish(n + 1, lane);
+        if (lane == 0) loader.load_v(blocks.at(n + 1));
+      }
+      ptx::barrier_sync(1, 128);  // the four warps' products with K are done
+      if (leads && lane == 0) loader.load_k(blocks.at(n + 1));
+      if (passing >= 0) pass_turn(passing), passing = -1;
+      blocks.release(n, lane);
     }
   }
 };
@@ -232,48 +331,55 @@ struct KeyGradientSm90 : GradientSm90<C> {
   // A step finds P of its tile: dV and dP; dS; dK, and S of the next tile. Products go out in pairs, and nothing is under way
   // during the pointwise phases: the other warpgroups fill the gaps. (Phases that run behind products of their own
   // warpgroup take 8 registers from dQ's, which then computes 32 columns at a time: 8 % slower.)
-  __device__ __forceinline__ void walk(int total) {
+  __device__ __forceinline__ void walk(int left, RingPosition& ring) {
     TileWalk at(block);
-    int stage = 0, n = 0;
-    uint32_t parity = 0;
     float x[kS];
-    ptx::mbarrier_wait(shared.keys_full(), 0);
-    ptx::mbarrier_wait(shared.full(0), 0);
-    G::template issue_scores<false>(x, shared.k(), shared.q(0), shared.rows(0));
+    uint32_t a_p[kA], a_ds[kA];
+    int done;
+    ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity());
+    ring.next_keys();
+    ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
+    G::template issue_scores<false>(x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(x);
 #pragma unroll 1
-    do {
-      const int i0 = at.tile * C.block_m, done = stage;
-      uint32_t a_p[kA], a_ds[kA];
+    for (;;) {
+      const int i0 = at.tile * C.block_m;
       float dp[kS];
+      done = ring.stage;
       G::make_weights(a_p, x, i0);
-      G::template issue_both<true>(dv, a_p, shared.dout(stage), dp, shared.v(), shared.dout(stage), shared.rows(stage));
+      G::template issue_both<true>(dv, a_p, shared.dout(done), dp, shared.v(), shared.dout(done), shared.rows(done));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dv);
       ptx::wgmma_pin(a_p);
       ptx::wgmma_pin(dp);
       make_gradients(a_ds, a_p, dp, i0);
-      G::write_ds(a_ds, n);
-      if (++stage == C.stages) stage = 0, parity ^= 1;
-      if (n + 1 < total) ptx::mbarrier_wait(shared.full(stage), parity);  // else: S of an old tile, not used
-      G::template issue_both<false>(dk, a_ds, shared.q(done), x, shared.k(), shared.q(stage), shared.rows(stage));
+      G::write_ds(a_ds, ring.step());
+      ring.next_step();
+      ring.next_stage(C.stages);
+      if (--left == 0) break;
+      ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
+      G::template issue_both<false>(dk, a_ds, shared.q(done), x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dk);
       ptx::wgmma_pin(a_ds);
       ptx::wgmma_pin(x);
       arrive(shared.empty(done));
       at.advance(block);
-    } while (++n < total);
+    }
+    G::issue_gradient(dk, a_ds, shared.q(done));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(dk);
+    ptx::wgmma_pin(a_ds);
+    arrive(shared.empty(done));
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(RingPosition& ring) {
 #pragma unroll
     for (int n = 0; n < kD; ++n) dk[n] = dv[n] = 0.f;
-    if (const int total = num_steps(block); total > 0) walk(total);
-    ptx::barrier_sync(1 + consumer, 128);  // every warp is done with this warpgroup's rows of V
-    G::store_dv(shared.v(), dv);
-    G::store_dk(shared.v(), dk);
+    if (const int total = num_steps(block); total > 0) walk(total, ring);
+    G::store_dv(dv);
+    G::store_dk(dk);
   }
 };
 
@@ -285,58 +391,67 @@ __device__ __forceinline__ uint32_t weights_at(const GradientSm90<C>& g, int n) 
   return g.shared.weights() + (g.warp * (g.kA / 4) + n) * 512 + g.lane * 16;
 }
 
-// S, P, dV. One of its warps loads K, V and dO.
+// S, P, dV. One of its warps loads dO.
 template <BackwardSm90Config C>
 struct SplitValueSm90 : GradientSm90<C> {
   using G = GradientSm90<C>;
   using G::arrive, G::block, G::kA, G::kD, G::kS, G::shared;
   const LoaderSm90<C> loader;
 
-  __device__ __forceinline__ void run() {
+  // n: of the key block.
+  __device__ __forceinline__ void walk(float (&dv)[kD], int left, RingPosition& ring, int n) const {
+    const bool loads = uniform(G::warp) == 0;
+    if (loads) loader.template load<false, true>(ring.step() + C.stages, n, true, G::lane);
+    TileWalk at(block);
+    float x[kS];
+    uint32_t a_p[kA];
+    int done;
+    ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity());
+    ring.next_keys();
+    ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
+    G::template issue_scores<false>(x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(x);
+    arrive(shared.empty(ring.stage));
+#pragma unroll 1
+    for (;;) {
+      G::make_weights(a_p, x, at.tile * C.block_m);
+      ptx::mbarrier_wait(shared.weights_empty(), (ring.step() & 1) ^ 1);
+#pragma unroll
+      for (int i = 0; i < kA / 4; ++i)
+        ptx::store_shared(weights_at(*this, i), make_uint4(a_p[4 * i], a_p[4 * i + 1], a_p[4 * i + 2], a_p[4 * i + 3]));
+      __syncwarp();
+      arrive(shared.weights_full());
+      ptx::mbarrier_wait(shared.dout_full(ring.stage), ring.parity());
+      done = uniform(ring.stage);
+      ring.next_step();
+      ring.next_stage(C.stages);
+      if (--left == 0) break;
+      ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
+      G::template issue_both<false>(dv, a_p, shared.dout(done), x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(dv);
+      ptx::wgmma_pin(a_p);
+      ptx::wgmma_pin(x);
+      arrive(shared.dout_empty(done));
+      arrive(shared.empty(ring.stage));
+      if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, G::lane);
+      at.advance(block);
+    }
+    G::issue_gradient(dv, a_p, shared.dout(done));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(dv);
+    ptx::wgmma_pin(a_p);
+    arrive(shared.dout_empty(done));
+    if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, G::lane);
+  }
+
+  __device__ __forceinline__ void run(RingPosition& ring, int n) const {
     float dv[kD];
 #pragma unroll
-    for (int n = 0; n < kD; ++n) dv[n] = 0.f;
-    const int total = num_steps(block);
-    const bool loads = uniform(G::warp) == 0;
-    if (total > 0) {
-      if (loads) loader.template start<false, true, true>(total, G::lane);
-      TileWalk at(block);
-      int stage = 0, n = 0;
-      uint32_t parity = 0;
-      float x[kS];
-      ptx::mbarrier_wait(shared.keys_full(), 0);
-      ptx::mbarrier_wait(shared.full(0), 0);
-      G::template issue_scores<false>(x, shared.k(), shared.q(0), shared.rows(0));
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(x);
-      arrive(shared.empty(0));
-#pragma unroll 1
-      do {
-        uint32_t a_p[kA];
-        G::make_weights(a_p, x, at.tile * C.block_m);
-        ptx::mbarrier_wait(shared.weights_empty(), (n & 1) ^ 1);
-#pragma unroll
-        for (int i = 0; i < kA / 4; ++i)
-          ptx::store_shared(weights_at(*this, i), make_uint4(a_p[4 * i], a_p[4 * i + 1], a_p[4 * i + 2], a_p[4 * i + 3]));
-        __syncwarp();
-        arrive(shared.weights_full());
-        ptx::mbarrier_wait(shared.dout_full(stage), parity);
-        const int done = uniform(stage);
-        if (stage = done ^ 1; stage == 0) parity ^= 1;
-        if (n + 1 < total) ptx::mbarrier_wait(shared.full(stage), parity);  // else: S of an old tile, not used
-        G::template issue_both<false>(dv, a_p, shared.dout(done), x, shared.k(), shared.q(stage), shared.rows(stage));
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(dv);
-        ptx::wgmma_pin(a_p);
-        ptx::wgmma_pin(x);
-        arrive(shared.dout_empty(done));
-        if (n + 1 < total) arrive(shared.empty(stage));
-        if (loads && n + C.stages < total) loader.template load_next<false, true>(G::lane);
-        at.advance(block);
-      } while (++n < total);
-    }
-    ptx::barrier_sync(1, 256);  // the other warpgroup is done with V
-    G::store_dv(shared.v(), dv);
+    for (int i = 0; i < kD; ++i) dv[i] = 0.f;
+    if (const int total = num_steps(block); total > 0) walk(dv, total, ring, n);
+    G::store_dv(dv);
   }
 };
 
@@ -357,77 +472,81 @@ struct SplitKeySm90 : GradientSm90<C> {
     }
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void walk(float (&dk)[kD], int left, RingPosition& ring, int n) const {
+    const bool loads = uniform(G::warp) == 0;
+    if (loads) loader.template load<true, false>(ring.step() + C.stages, n, true, G::lane);
+    TileWalk at(block);
+    float dp[kS];
+    uint32_t a_ds[kA];
+    int done;
+    ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity());
+    ring.next_keys();
+    ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
+    ptx::mbarrier_wait(shared.dout_full(ring.stage), ring.parity());
+    G::template issue_scores<true>(dp, shared.v(), shared.dout(ring.stage), shared.rows(ring.stage));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(dp);
+    arrive(shared.dout_empty(ring.stage));
+#pragma unroll 1
+    for (;;) {
+      ptx::mbarrier_wait(shared.weights_full(), ring.step() & 1);
+      if (G::masked(at.tile * C.block_m))
+        make_gradients<true>(a_ds, dp);
+      else
+        make_gradients<false>(a_ds, dp);
+      __syncwarp();
+      arrive(shared.weights_empty());
+      G::write_ds(a_ds, ring.step());
+      ring.next_step();
+      done = uniform(ring.stage);
+      ring.next_stage(C.stages);
+      if (--left == 0) break;
+      ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
+      ptx::mbarrier_wait(shared.dout_full(ring.stage), ring.parity());
+      G::template issue_both<true>(dk, a_ds, shared.q(done), dp, shared.v(), shared.dout(ring.stage), shared.rows(ring.stage));
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(dk);
+      ptx::wgmma_pin(a_ds);
+      ptx::wgmma_pin(dp);
+      arrive(shared.empty(done));
+      arrive(shared.dout_empty(ring.stage));
+      if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, G::lane);
+      at.advance(block);
+    }
+    G::issue_gradient(dk, a_ds, shared.q(done));
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(dk);
+    ptx::wgmma_pin(a_ds);
+    arrive(shared.empty(done));
+    if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, G::lane);
+  }
+
+  __device__ __forceinline__ void run(RingPosition& ring, int n) const {
     float dk[kD];
 #pragma unroll
-    for (int n = 0; n < kD; ++n) dk[n] = 0.f;
-    const int total = num_steps(block);
-    const bool loads = uniform(G::warp) == 0;
-    if (total > 0) {
-      if (loads) loader.template start<true, false, false>(total, G::lane);
-      TileWalk at(block);
-      int stage = 0, n = 0;
-      uint32_t parity = 0;
-      float dp[kS];
-      ptx::mbarrier_wait(shared.keys_full(), 0);
-      ptx::mbarrier_wait(shared.full(0), 0);
-      ptx::mbarrier_wait(shared.dout_full(0), 0);
-      G::template issue_scores<true>(dp, shared.v(), shared.dout(0), shared.rows(0));
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(dp);
-      arrive(shared.dout_empty(0));
-#pragma unroll 1
-      do {
-        uint32_t a_ds[kA];
-        ptx::mbarrier_wait(shared.weights_full(), n & 1);
-        if (G::masked(at.tile * C.block_m))
-          make_gradients<true>(a_ds, dp);
-        else
-          make_gradients<false>(a_ds, dp);
-        __syncwarp();
-        arrive(shared.weights_empty());
-        G::write_ds(a_ds, n);
-        const int done = uniform(stage);
-        if (stage = done ^ 1; stage == 0) parity ^= 1;
-        if (n + 1 < total) {  // else: dP of an old tile, not used
-          ptx::mbarrier_wait(shared.full(stage), parity);
-          ptx::mbarrier_wait(shared.dout_full(stage), parity);
-        }
-        G::template issue_both<true>(dk, a_ds, shared.q(done), dp, shared.v(), shared.dout(stage), shared.rows(stage));
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_pin(dk);
-        ptx::wgmma_pin(a_ds);
-        ptx::wgmma_pin(dp);
-        arrive(shared.empty(done));
-        if (n + 1 < total) arrive(shared.dout_empty(stage));
-        if (loads && n + C.stages < total) loader.template load_next<true, false>(G::lane);
-        at.advance(block);
-      } while (++n < total);
-    }
-    ptx::barrier_sync(1, 256);
-    G::store_dk(shared.q(0), dk);  // no tile is on its way there
+    for (int i = 0; i < kD; ++i) dk[i] = 0.f;
+    if (const int total = num_steps(block); total > 0) walk(dk, total, ring, n);
+    G::store_dk(dk);
   }
 };
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// Grid: key block inside key head inside batch entry (one more when keys are packed); under causal masks the blocks with
-// the most queries come first.
+// Grid: one block a multiprocessor, or fewer. Tasks: key block inside key head inside batch entry (one more when keys are
+// packed); under causal masks the key blocks with the most queries come first, unless sums are ordered.
 template <Element kElement, int kHeadDim>
 __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_threads(), 1)
     backward_sm90_kernel(const __grid_constant__ BackwardSm90Params p) {
   constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim);
-  static_assert(C.valid() && sizeof(KeyBlock) <= 128);
+  static_assert(C.valid());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedBackwardSm90<C> shared{ptx::shared_address(memory)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
-  KeyBlock& block = *reinterpret_cast<KeyBlock*>(memory + C.block_offset());
+  const KeyBlocksSm90<C> blocks{p, shared, memory};
+  const LoaderSm90<C> loader{p, shared, blocks, memory};
 
+  ptx::let_next_kernel_start();
   if (threadIdx.x == 0) {
-    unsigned index = blockIdx.x;
-    // Whoever waits for a turn waits for a block that has started before.
-    if (p.backward.deterministic) index = atomicAdd(reinterpret_cast<unsigned*>(p.backward.ticket), 1u);
-    block = key_block_of<C.block_m, C.block_n()>(p.backward, index);
     ptx::tma_prefetch(p.q);
     ptx::tma_prefetch(p.k);
     ptx::tma_prefetch(p.v);
@@ -437,6 +556,10 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
     for (int n = 0; n < 2; ++n) {
       ptx::mbarrier_init(shared.ds_full(n), C.split ? 4 : 4 * C.kConsumers);
       ptx::mbarrier_init(shared.ds_empty(n), 4);
+      ptx::mbarrier_init(shared.block_full(n), 1);
+      ptx::mbarrier_init(shared.block_empty(n), 4 * (C.kConsumers + 1));
+      LoadState& s = loader.state(n);
+      s.block = -1, s.left = s.stage = s.loaded = 0, s.parity = 1;
     }
     ptx::mbarrier_init(shared.weights_full(), 4);
     ptx::mbarrier_init(shared.weights_empty(), 4);
@@ -449,27 +572,34 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  if (block.b >= p.backward.sequence.batch) {
-    zero_key_tail<typename ElementType<kElement>::Type>(p.backward, block.head_k, block.index, C.block_n());
-    return;
-  }
-  if (block.first_key >= block.s.capacity_k) return;
+  ptx::wait_for_previous_kernels();
 
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const LoaderSm90<C> loader{p, shared, block, memory};
   if (warpgroup == 0) {
     ptx::give_registers<C.kDqRegisters>();
-    if (block.num_tiles > 0) QueryGradientSm90<C>{p, shared, block, loader, warp, lane}.run();
+    QueryGradientSm90<C>{p, shared, loader, warp, lane}.run();
   } else {
     ptx::take_registers<C.kConsumerRegisters>();
-    const GradientSm90<C> base{p, shared, block, warpgroup - 1, warp, lane};
-    if constexpr (!C.split) {
-      KeyGradientSm90<C> gradient{base};
-      gradient.run();
-    } else if (warpgroup == 1) {
-      SplitValueSm90<C>{base, loader}.run();
-    } else {
-      SplitKeySm90<C>{base, loader}.run();
+    RingPosition ring;
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+      const KeyBlock& block = blocks.wait(n);
+      if (uniform(block.b) < 0) break;
+      if (uniform(block.b) >= p.backward.sequence.batch) {
+        zero_key_tail<typename ElementType<kElement>::Type>(p.backward, block.head_k, block.index, C.block_n(),
+                                                            (warpgroup - 1) * 4 + warp, 4 * C.kConsumers);
+      } else {
+        const GradientSm90<C> base{p, shared, block, warpgroup - 1, warp, lane};
+        if constexpr (!C.split) {
+          KeyGradientSm90<C> gradient{base};
+          gradient.run(ring);
+        } else if (warpgroup == 1) {
+          SplitValueSm90<C>{base, loader}.run(ring, n);
+        } else {
+          SplitKeySm90<C>{base, loader}.run(ring, n);
+        }
+      }
+      blocks.release(n, lane);
     }
   }
 }

@@ -18,7 +18,7 @@ namespace {
 
 struct Sm90Kernel {
   BackwardSm90Config config;
-  int (*launch)(const BackwardSm90Params&, int64_t, void*);
+  int (*launch)(const BackwardSm90Params&, int, void*);
 };
 
 constexpr Sm90Kernel kKernels[] = {
@@ -51,7 +51,7 @@ struct Workspace {
     delta = take(true, rows * 4);
     row_columns = take(true, rows * 32);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);
-    ticket = take(p.deterministic, 4);
+    ticket = take(true, 4);
     turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
   }
 };
@@ -96,6 +96,7 @@ Status plan_backward_sm90(const tw_problem& p, const Target& target, Plan* plan)
   plan->block_n = config.block_n();
   plan->num_splits = 1;
   plan->num_tasks = ceil_div(p.seqlen_k, config.block_n()) * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
+  if (plan->num_tasks >= 0x7fff0000) return unsupported("backward_sm90: ", plan->num_tasks, " key blocks, fewer than ", 0x7fff0000);
   plan->workspace_bytes = flag_offset(p, config, plan->workspace_bytes) + 128;
   return Status();
 }
@@ -140,8 +141,8 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   backward.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
   backward.deterministic = p.deterministic != 0 && t.dq != nullptr;
   backward.block_m = config.block_m;
+  backward.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
   if (backward.deterministic) {
-    backward.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
     backward.turn = reinterpret_cast<int32_t*>(base + layout.turn);
     backward.turns_per_block = 4;
   }
@@ -149,7 +150,9 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
 
   const Element element = element_of(p.dtype);
   if (const int error = launch_backward_pre(backward, element, stream); error != 0) return device_error("backward_pre", error);
-  if (const int error = kernel.launch(params, plan.num_tasks, stream); error != 0) return device_error("backward_sm90", error);
+  params.num_tasks = static_cast<int32_t>(plan.num_tasks);
+  const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, device_facts(plan.target.device_index).multiprocessors));
+  if (const int error = kernel.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
   if (t.dq)
     if (const int error = launch_backward_post(backward, element, stream); error != 0)
       return device_error("backward_post", error);

@@ -30,6 +30,7 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int p_bytes() const { return split ? block_n() * block_m * 2 : 0; }
   TW_HOST_DEVICE constexpr int row_bytes() const { return block_m * 32; }  // lse and delta of a tile, as columns
   static constexpr int kTargets = 4;
+  static constexpr int kBlockBytes = 128;  // of a KeyBlock; there are the present one and the next
 
   TW_HOST_DEVICE constexpr int v_offset() const { return k_bytes(); }
   TW_HOST_DEVICE constexpr int q_offset() const { return 2 * k_bytes(); }
@@ -38,11 +39,11 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int p_offset() const { return ds_offset() + 2 * ds_bytes(); }
   TW_HOST_DEVICE constexpr int rows_offset() const { return p_offset() + p_bytes(); }
   TW_HOST_DEVICE constexpr int barrier_offset() const { return rows_offset() + stages * row_bytes(); }
-  TW_HOST_DEVICE constexpr int num_barriers() const { return 1 + 4 * stages + 6; }
+  TW_HOST_DEVICE constexpr int num_barriers() const { return 1 + 4 * stages + 10; }
   TW_HOST_DEVICE constexpr int target_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   TW_HOST_DEVICE constexpr int load_offset() const { return target_offset() + 16 * kTargets; }
   TW_HOST_DEVICE constexpr int block_offset() const { return load_offset() + 2 * 32; }
-  TW_HOST_DEVICE constexpr int shared_bytes() const { return block_offset() + 128; }
+  TW_HOST_DEVICE constexpr int shared_bytes() const { return block_offset() + 2 * kBlockBytes; }
 
   TW_HOST_DEVICE constexpr bool valid() const {
     return head_dim % 64 == 0 && block_m % 64 == 0 && shared_bytes() <= 227 * 1024 &&

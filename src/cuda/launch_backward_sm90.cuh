@@ -8,10 +8,10 @@
 namespace tilewise::cuda {
 
 template <Element kElement, int kHeadDim>
-int launch_backward_sm90(const BackwardSm90Params& params, int64_t num_blocks, void* stream) {
+int launch_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream) {
   constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim);
   return launch<backward_sm90_kernel<kElement, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
-                                                                 static_cast<cudaStream_t>(stream));
+                                                          static_cast<cudaStream_t>(stream), Start::kEarly);
 }
 
 }  // namespace tilewise::cuda

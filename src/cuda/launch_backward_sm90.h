@@ -1,4 +1,5 @@
-// Host side of the sm_90a backward kernels. The int returned is a cudaError_t.
+// Host side of the sm_90a backward kernels: `num_blocks` stay on their multiprocessors and take key blocks. The int returned
+// is a cudaError_t.
 #pragma once
 #include "cuda/config_backward_sm90.h"
 #include "cuda/params_backward_sm90.h"
@@ -6,11 +7,11 @@
 namespace tilewise::cuda {
 
 template <Element kElement, int kHeadDim>
-int launch_backward_sm90(const BackwardSm90Params& params, int64_t num_blocks, void* stream);
+int launch_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream);
 
 #ifndef TW_BACKWARD_SM90_DEFINES_ROWS
 #define TW_BACKWARD_SM90(element, head_dim) \
-  extern template int launch_backward_sm90<Element::element, head_dim>(const BackwardSm90Params&, int64_t, void*);
+  extern template int launch_backward_sm90<Element::element, head_dim>(const BackwardSm90Params&, int, void*);
 #include "cuda/kernels.def"
 #endif
 

@@ -14,7 +14,7 @@ struct BackwardSm90Params {
   BackwardParams backward;
   float scale_log2;           // softmax_scale * log2(e), moved away from 0
   bool dk_aligned, dv_aligned;  // 16-bit elements, 16-byte aligned rows
-  int32_t always;             // 1. The compiler does not know
+  int32_t num_tasks;            // key blocks of all heads, handed out by backward.ticket
 };
 
 }  // namespace tilewise::cuda

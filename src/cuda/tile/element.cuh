@@ -40,4 +40,17 @@ __device__ __forceinline__ void store_columns(void* to, int64_t at, bool is_floa
   if (both) out[1] = y;
 }
 
+// Lane q of a quad gets x[q] of each lane: x[i] is then that of lane i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4], int quad) {
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & mask) continue;
+      const bool high = (quad & mask) != 0;
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? x[i] : x[i + mask], mask);
+      (high ? x[i] : x[i + mask]) = other;
+    }
+}
+
 }  // namespace tilewise::cuda

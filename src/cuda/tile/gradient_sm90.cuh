@@ -31,11 +31,13 @@ struct SharedBackwardSm90 {
   __device__ __forceinline__ uint32_t ds_empty(int slot) const { return barrier(3 + slot); }
   __device__ __forceinline__ uint32_t weights_full() const { return barrier(5); }
   __device__ __forceinline__ uint32_t weights_empty() const { return barrier(6); }
+  __device__ __forceinline__ uint32_t block_full(int slot) const { return barrier(7 + slot); }
+  __device__ __forceinline__ uint32_t block_empty(int slot) const { return barrier(9 + slot); }
   // Q, lse and delta; and dO, unless it has barriers of its own (split).
-  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(7 + stage); }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(7 + C.stages + stage); }
-  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(7 + 2 * C.stages + stage); }
-  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(7 + 3 * C.stages + stage); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(11 + stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(11 + C.stages + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(11 + 2 * C.stages + stage); }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(11 + 3 * C.stages + stage); }
 };
 
 template <BackwardSm90Config C>
@@ -200,8 +202,8 @@ struct GradientSm90 {
   }
 
   // dS of tile n to shared memory, for dQ.
-  __device__ __forceinline__ void write_ds(const uint32_t (&a)[kA], int n) const {
-    const int slot = n & 1, row = first_row() + warp * 16 + (lane & 15);
+  __device__ __forceinline__ void write_ds(const uint32_t (&a)[kA], uint32_t n) const {
+    const int slot = static_cast<int>(n & 1), row = first_row() + warp * 16 + (lane & 15);
     ptx::mbarrier_wait(shared.ds_empty(slot), (n >> 1 & 1) ^ 1);
 #pragma unroll
     for (int i = 0; i < C.block_m / 16; ++i)
@@ -212,33 +214,31 @@ struct GradientSm90 {
     arrive(shared.ds_full(slot));
   }
 
-  // This warp's rows of dK or dV, on their way through `staging`, [block_n, d], where they belong to this warp alone.
-  __device__ __forceinline__ void store(uint32_t staging, const RowTensor& out, bool is_float, bool aligned, float (&d)[kD],
-                                        float factor, int columns) const {
+  // This warp's rows of dK or dV. 32 columns at a time: quads exchange their pairs, so that a lane stores 16 bytes of a row.
+  // Not through shared memory: there the next key block arrives.
+  __device__ __forceinline__ void store(const RowTensor& out, bool is_float, bool aligned, const float (&d)[kD], float factor,
+                                        int columns) const {
     if (out.data == nullptr) return;
     const int64_t base =
         (p.backward.sequence.packed_k ? block.s.k_begin * out.row : block.s.cache_row * out.batch) + block.head_k * out.head;
     if (aligned) {
-      const int row = first_row() + warp * 16 + (lane & 15);
+      const int quad = lane & 3;
 #pragma unroll
-      for (int i = 0; i < C.head_dim / 16; ++i)
-        ptx::stmatrix_x4(staging + Keys::chunk_offset(row, 2 * i + (lane >> 4)),
-                         ptx::pack<T>(d[8 * i] * factor, d[8 * i + 1] * factor),
-                         ptx::pack<T>(d[8 * i + 2] * factor, d[8 * i + 3] * factor),
-                         ptx::pack<T>(d[8 * i + 4] * factor, d[8 * i + 5] * factor),
-                         ptx::pack<T>(d[8 * i + 6] * factor, d[8 * i + 7] * factor));
-      __syncwarp();
-      constexpr int kChunks = C.head_dim / 8, kRows = 32 / kChunks;
-      const int chunk = lane % kChunks;
+      for (int n = 0; n < C.head_dim / 8; n += 4) {
+        uint32_t rows[2][4];
 #pragma unroll
-      for (int i = 0; i < 16 / kRows; ++i) {
-        const int r = first_row() + warp * 16 + i * kRows + lane / kChunks, j = block.first_key + r;
-        uint4 value = ptx::load_shared_16(staging + Keys::chunk_offset(r, chunk));
-        if (j >= block.s.seqlen_k) value = make_uint4(0, 0, 0, 0);
-        if (j < block.s.capacity_k && chunk * 8 < columns)
-          *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + base + j * out.row + chunk * 8) = value;
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            rows[half][i] = ptx::pack<T>(d[4 * (n + i) + 2 * half] * factor, d[4 * (n + i) + 2 * half + 1] * factor);
+          transpose_quad(rows[half], quad);
+          const int j = block.first_key + key_row(half), column = (n + quad) * 8;
+          if (j >= block.s.capacity_k || column >= columns) continue;
+          uint4 value = make_uint4(rows[half][0], rows[half][1], rows[half][2], rows[half][3]);
+          if (j >= block.s.seqlen_k) value = make_uint4(0, 0, 0, 0);
+          *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + base + j * out.row + column) = value;
+        }
       }
-      __syncwarp();
       return;
     }
 #pragma unroll
@@ -260,11 +260,11 @@ struct GradientSm90 {
         }
     }
   }
-  __device__ __forceinline__ void store_dk(uint32_t staging, float (&dk)[kD]) const {
-    store(staging, p.backward.dk, p.backward.dk_is_float, p.dk_aligned, dk, p.backward.score.scale, p.backward.head_dim);
+  __device__ __forceinline__ void store_dk(const float (&dk)[kD]) const {
+    store(p.backward.dk, p.backward.dk_is_float, p.dk_aligned, dk, p.backward.score.scale, p.backward.head_dim);
   }
-  __device__ __forceinline__ void store_dv(uint32_t staging, float (&dv)[kD]) const {
-    store(staging, p.backward.dv, p.backward.dv_is_float, p.dv_aligned, dv, 1.f, p.backward.head_dim_v);
+  __device__ __forceinline__ void store_dv(const float (&dv)[kD]) const {
+    store(p.backward.dv, p.backward.dv_is_float, p.dv_aligned, dv, 1.f, p.backward.head_dim_v);
   }
 };
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ Range visible_queries(const ScoreParams& p, int j, in
 }
 
 struct KeyBlock {
-  int b, head_k, index, first_key;
+  int b, head_k, index, first_key;  // b < 0: there are no more
   int group;                  // query heads per key head
   int first_tile, num_tiles;  // of queries
   int start_tile, direction;  // in which order they are taken
@@ -25,11 +25,16 @@ struct KeyBlock {
   DeviceSequence s;
 };
 
-// Block n of the grid: key block inside key head inside batch entry; b == batch: rows of no sequence.
+// Ordered sums of dQ, if the window has an end (causal): the last key block comes first, and every block starts with the first
+// queries that it sees. It finds a tile just after the block that must come before has left it, and nobody waits.
+__device__ __forceinline__ bool last_keys_first(const BackwardParams& p) { return p.deterministic && p.score.window_right >= 0; }
+
+// Task n: key block inside key head inside batch entry; b == batch: rows of no sequence.
 template <int kBlockM, int kBlockN>
 __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsigned n) {
   KeyBlock block = {};
   block.index = static_cast<int>(n % p.num_key_blocks);
+  if (last_keys_first(p)) block.index = p.num_key_blocks - 1 - block.index;
   n /= p.num_key_blocks;
   block.head_k = static_cast<int>(n % p.sequence.num_heads_k);
   block.b = static_cast<int>(n / p.sequence.num_heads_k);
@@ -45,9 +50,11 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsign
   if (last_key.end > first_key.begin) {
     block.first_tile = first_key.begin / kBlockM;
     block.num_tiles = (last_key.end + kBlockM - 1) / kBlockM - block.first_tile;
-    block.start_tile = p.deterministic ? block.first_tile + block.num_tiles - 1
-                                       : block.first_tile + block.first_key / kBlockM % block.num_tiles;
-    block.direction = p.deterministic ? -1 : 1;
+    const bool last_tile_first = p.deterministic && !last_keys_first(p);
+    block.direction = last_tile_first ? -1 : 1;
+    block.start_tile = block.first_tile;
+    if (last_tile_first) block.start_tile += block.num_tiles - 1;
+    if (!p.deterministic) block.start_tile += block.first_key / kBlockM % block.num_tiles;
     for (int n = 0; n < 2; ++n) {
       const int begin = block.first_key + 64 * n, end = begin + 63;
       block.full_rows[n][0] = visible_queries(p.score, min(end, block.s.seqlen_k - 1), block.s.seqlen_q, block.s.seqlen_k).begin;
@@ -58,13 +65,26 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsign
   return block;
 }
 
-// Rows of dk and dv that no sequence owns.
+// How many key blocks have added to a tile of queries before this one, when sums are ordered. Blocks that see a tile are
+// consecutive.
+template <int kBlockM, int kBlockN>
+__device__ __forceinline__ int turn_of(const BackwardParams& p, const KeyBlock& block, int tile) {
+  const int offset = block.s.seqlen_k - block.s.seqlen_q;
+  if (last_keys_first(p)) {
+    const int last_query = min((tile + 1) * kBlockM, block.s.seqlen_q) - 1;
+    return min(last_query + offset + p.score.window_right, block.s.seqlen_k - 1) / kBlockN - block.index;
+  }
+  if (p.score.window_left < 0) return block.index;
+  return block.index - max(0, tile * kBlockM + offset - p.score.window_left) / kBlockN;
+}
+
+// Rows of dk and dv that no sequence owns, by `warps` warps.
 template <class T>
-__device__ void zero_key_tail(const BackwardParams& p, int h, int block, int rows_per_block) {
+__device__ void zero_key_tail(const BackwardParams& p, int h, int block, int rows_per_block, int warp, int warps) {
   const int64_t stride = static_cast<int64_t>(p.num_key_blocks) * rows_per_block;
   for (int64_t first = p.sequence.cu_seqlens_k.at(p.sequence.batch) + static_cast<int64_t>(block) * rows_per_block;
        first < p.sequence.total_k; first += stride)
-    for (int r = threadIdx.x / 32; r < rows_per_block && first + r < p.sequence.total_k; r += blockDim.x / 32)
+    for (int r = warp; r < rows_per_block && first + r < p.sequence.total_k; r += warps)
       for (int which = 0; which < 2; ++which) {
         const RowTensor& x = which ? p.dv : p.dk;
         if (x.data == nullptr) continue;
