@@ -19,6 +19,7 @@ struct BackwardKernels {  // what one line of kernels.def compiles
   int head_dim;
   using Launch = int (*)(const BackwardParams&, int64_t, void*);
   Launch launch[3][2];  // by BackwardKind; [1]: for 99 KiB of shared memory a block
+  Launch launch_if;     // plain, behind params.only_if
   BackwardConfig config[3][2];
 };
 
@@ -27,6 +28,7 @@ constexpr BackwardKernels make_kernels() {
   return {kElement,
           kHeadDim,
           {{launch_backward<kElement, kKinds, kHeadDim, false>, launch_backward<kElement, kKinds, kHeadDim, true>}...},
+          launch_backward_if<kElement, kHeadDim>,
           {{backward_config(kElement, kKinds, kHeadDim, false), backward_config(kElement, kKinds, kHeadDim, true)}...}};
 }
 
@@ -210,22 +212,28 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
       return device_error("dbias", error);
   }
   const Element element = element_of(p.dtype);
+  const bool early = only_if != nullptr;  // behind a row of sm_90
   const bool has_queries = query_rows(p) > 0 && p.num_heads_q > 0;
   if (has_queries)
-    if (const int error = launch_backward_pre(params, element, stream); error != 0)
+    if (const int error = launch_backward_pre(params, element, early, stream); error != 0)
       return device_error("backward_pre", error);
   if (t.dbias && has_queries)
     if (const int error = launch_largest_value(params, element, stream); error != 0) return device_error("largest value", error);
   const bool has_keys = key_rows(p) > 0 && p.num_heads_k > 0;
   const int64_t blocks = params.num_key_blocks * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
-  if (has_keys || (t.dalibi && p.num_heads_q > 0))
-    if (const int error = kernels.launch[static_cast<int>(kind)][shape_for(kernels, kind, plan.target)](params, blocks, stream); error != 0)
+  if (has_keys || (t.dalibi && p.num_heads_q > 0)) {
+    const int shape = shape_for(kernels, kind, plan.target);
+    const bool shared_tasks = only_if != nullptr && kind == BackwardKind::kPlain && shape == 0;
+    const BackwardKernels::Launch launch = shared_tasks ? kernels.launch_if : kernels.launch[static_cast<int>(kind)][shape];
+    const int64_t few = device_facts(plan.target.device_index).multiprocessors;
+    if (const int error = launch(params, shared_tasks ? std::min(blocks, few) : blocks, stream); error != 0)
       return device_error("backward_sm80", error);
+  }
   if (t.dq && has_queries)
-    if (const int error = launch_backward_post(params, element, stream); error != 0)
+    if (const int error = launch_backward_post(params, element, early, stream); error != 0)
       return device_error("backward_post", error);
   if (t.dsink)
-    if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], stream); error != 0)
+    if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], early, stream); error != 0)
       return device_error("dsink", error);
   if (t.dalibi) {
     const tw_tensor& x = *t.dalibi;

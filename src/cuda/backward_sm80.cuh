@@ -577,11 +577,17 @@ __global__ void __launch_bounds__(backward_config(kElement, BackwardKind::kPlain
   ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernels();
   if (*p.only_if == 0) return;
-  const unsigned tasks =
-      static_cast<unsigned>(p.num_key_blocks) * p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k);
+  __shared__ unsigned index, tasks;  // not in registers: they are all taken
+  if (threadIdx.x == 0) {
+    index = blockIdx.x;
+    tasks = static_cast<unsigned>(p.num_key_blocks) * p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k);
+  }
+  __syncthreads();
 #pragma unroll 1
-  for (unsigned index = blockIdx.x; index < tasks; index += gridDim.x) {
+  while (index < tasks) {
     backward_sm80_task<backward_config(kElement, BackwardKind::kPlain, kHeadDim, false)>(p, index, shared);
+    __syncthreads();
+    if (threadIdx.x == 0) index += gridDim.x;
     __syncthreads();
   }
 #endif

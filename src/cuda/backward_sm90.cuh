@@ -83,7 +83,7 @@ struct KeyBlocksSm90 {
       ticket = uniform(ticket);
       next.b = -1;
       if (ticket >= p.num_tasks) break;
-      next = key_block_of<C.block_m, C.block_n()>(p.backward, static_cast<unsigned>(ticket));
+      next = key_block_of<C.block_m, C.block_n()>(p.backward, static_cast<unsigned>(ticket), p.section);
       if (uniform(next.b >= p.backward.sequence.batch || next.first_key < next.s.capacity_k)) break;
     }
     if (lane == 0) {
@@ -132,7 +132,7 @@ struct LoaderSm90 {
   __device__ __forceinline__ LoadState& state(int which) const {
     return reinterpret_cast<LoadState*>(memory + C.load_offset())[which];
   }
-  __device__ __forceinline__ DqTarget& target(int n) const {
+  __device__ __forceinline__ DqTarget& target(uint32_t n) const {
     return reinterpret_cast<DqTarget*>(memory + C.target_offset())[n % C.kTargets];
   }
 
@@ -238,27 +238,36 @@ struct QueryGradientSm90 {
     ptx::wgmma_commit();
   }
 
-  // Ordered sums: lets the next key block add, once this warp's sums have arrived.
-  __device__ __forceinline__ void pass_turn(int counters) const {
+  // Ordered sums: lets the next key block add to the tile of a step, once this warp's sums have arrived.
+  __device__ __forceinline__ void pass_turn(uint32_t step) const {
     __syncwarp();  // the release is for what all lanes have added
-    if (lane == 0) ptx::add_release(p.backward.turn + counters + warp, 1);
+    if (lane == 0) ptx::add_release(p.backward.turn + loader.target(step).counters + warp, 1);
   }
 
-  // Products and sums of one tile. `passing`: the counters of the tile before, or -1. They go up behind this tile's products:
-  // sums take a microsecond to arrive, and who waited for that right after them would be slower than the consumers.
-  __device__ __forceinline__ void add_tile(int slot, const DqTarget& target, int& passing) const {
-    float* const sum = target.sum + warp * 16 * C.head_dim + lane * 4;
+  // Waits for the turn of a step's tile. No value is read that the key block before wrote, only added to in the second-level
+  // cache, so a relaxed load that finds the turn is enough.
+  __device__ __forceinline__ void wait_for_turn(uint32_t step) const {
+    if (lane == 0) {
+      const DqTarget& target = loader.target(step);
+      const int32_t* const counter = p.backward.turn + target.counters + warp;
+      for (int turn = ptx::load_relaxed(counter); turn != target.turn; turn = ptx::load_acquire(counter)) {
+      }
+    }
+    __syncwarp();
+  }
+
+  // Products and sums of one tile. `owes`: the turn of the tile before has not been passed. It is, behind this tile's products:
+  // sums take a microsecond to arrive, and who waited for that first would be slower than the consumers.
+  __device__ __forceinline__ void add_tile(uint32_t step, bool owes) const {
+    const int slot = uniform(static_cast<int>(step & 1));
+    float* const sum = loader.target(step).sum + warp * 16 * C.head_dim + lane * 4;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float dq[kDQ];
       issue(dq, slot, part);
       if (part == 0 && p.backward.deterministic) {
-        if (passing >= 0) pass_turn(passing);
-        passing = target.counters;
-        if (lane == 0)
-          while (ptx::load_acquire(p.backward.turn + passing + warp) != target.turn) {
-          }
-        __syncwarp();
+        if (owes) pass_turn(step - 1);
+        wait_for_turn(step);
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dq);
@@ -279,32 +288,36 @@ struct QueryGradientSm90 {
       if (lane == 0) loader.load_v(blocks.at(0)), loader.load_k(blocks.at(0));
       __syncwarp();
     }
-    int step = 0, passing = -1;
-    uint32_t keys_parity = 0;
+    RingPosition ring;
+    bool owes = false;
 #pragma unroll 1
     for (int n = 0;; ++n) {
       const KeyBlock& block = blocks.wait(n);
       if (uniform(block.b) < 0) break;
-      const int total = num_steps(block);
-      if (loads) loader.template load<true, true>(step + C.stages - 1, n, false, lane);
-      if (total > 0) ptx::mbarrier_wait(shared.keys_full(), keys_parity), keys_parity ^= 1;
+      int left = num_steps(block);
+      if (loads) loader.template load<true, true>(ring.step() + C.stages - 1, n, false, lane);
+      if (left > 0) ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity()), ring.next_keys();
+      if (leads && left < 3) {
+        blocks.publish(n + 1, lane);
+        if (left == 0 && lane == 0) loader.load_v(blocks.at(n + 1));
+        __syncwarp();
+      }
 #pragma unroll 1
-      for (int left = total; left > 0; --left, ++step) {
-        if (leads && left == min(total, 3)) blocks.publish(n + 1, lane);
-        ptx::mbarrier_wait(shared.ds_full(step & 1), step >> 1 & 1);
+      for (; left > 0; --left, ring.next_step()) {
+        if (leads && left == 3) blocks.publish(n + 1, lane);
+        const uint32_t barrier = shared.ds_full(ring.step() & 1), parity = ring.step() >> 1 & 1;
+        if (owes && !uniform(ptx::mbarrier_done(barrier, parity))) pass_turn(ring.step() - 1), owes = false;
+        ptx::mbarrier_wait(barrier, parity);
         // Consumers have left the tile before when they write the dS of this one.
-        if (loads) loader.template load_next<true, true>(step + C.stages, n, left <= 3, lane);
+        if (loads) loader.template load_next<true, true>(ring.step() + C.stages, n, left <= 3, lane);
         if (leads && left == 1 && lane == 0) loader.load_v(blocks.at(n + 1));  // and dP of the last tile is done
         __syncwarp();
-        add_tile(uniform(step & 1), loader.target(step), passing);
-      }
-      if (leads && total == 0) {
-        blocks.publish(n + 1, lane);
-        if (lane == 0) loader.load_v(blocks.at(n + 1));
+        add_tile(ring.step(), owes);
+        owes = p.backward.deterministic;
       }
       ptx::barrier_sync(1, 128);  // the four warps' products with K are done
       if (leads && lane == 0) loader.load_k(blocks.at(n + 1));
-      if (passing >= 0) pass_turn(passing), passing = -1;
+      if (owes) pass_turn(ring.step() - 1), owes = false;
       blocks.release(n, lane);
     }
   }

@@ -149,15 +149,17 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   if (masks(p)) backward.nonfinite = reinterpret_cast<int32_t*>(base + plan.workspace_bytes - 128);
 
   const Element element = element_of(p.dtype);
-  if (const int error = launch_backward_pre(backward, element, stream); error != 0) return device_error("backward_pre", error);
+  if (const int error = launch_backward_pre(backward, element, true, stream); error != 0) return device_error("backward_pre", error);
   params.num_tasks = static_cast<int32_t>(plan.num_tasks);
-  const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, device_facts(plan.target.device_index).multiprocessors));
+  const int processors = std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
+  const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors));
+  params.section = std::max(1, blocks / backward.num_key_blocks);
   if (const int error = kernel.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
   if (t.dq)
-    if (const int error = launch_backward_post(backward, element, stream); error != 0)
+    if (const int error = launch_backward_post(backward, element, true, stream); error != 0)
       return device_error("backward_post", error);
   if (t.dsink)
-    if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], stream); error != 0)
+    if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], true, stream); error != 0)
       return device_error("dsink", error);
   if (masks(p)) return run_backward_sm80_if(backward.nonfinite, plan, t, workspace, stream);
   return Status();

@@ -10,31 +10,37 @@ namespace {
 
 int64_t row_blocks(const BackwardParams& p) { return (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding; }
 
+// Behind a condition that rarely holds a few blocks share the tasks.
+int64_t blocks_for(const BackwardParams& p, int64_t tasks) { return p.only_if ? std::min<int64_t>(tasks, 256) : tasks; }
+
+template <auto kernel, class Params>
+int launch_small(const Params& p, int64_t blocks, int threads, bool early, void* stream) {
+  return launch<kernel>(p, blocks, threads, 0, static_cast<cudaStream_t>(stream), early ? Start::kEarly : Start::kInOrder);
+}
+
 }  // namespace
 
-int launch_backward_pre(const BackwardParams& p, Element element, void* stream) {
-  const int64_t blocks = row_blocks(p) * p.sequence.num_heads_q * p.sequence.batch;
-  const auto s = static_cast<cudaStream_t>(stream);
+int launch_backward_pre(const BackwardParams& p, Element element, bool early, void* stream) {
+  const int64_t blocks = blocks_for(p, row_blocks(p) * p.sequence.num_heads_q * p.sequence.batch);
   switch (element) {
-    case Element::kFloat16: return launch<backward_pre_kernel<ptx::float16>>(p, blocks, kPreThreads, 0, s);
-    case Element::kBfloat16: return launch<backward_pre_kernel<ptx::bfloat16>>(p, blocks, kPreThreads, 0, s);
-    default: return launch<backward_pre_kernel<float>>(p, blocks, kPreThreads, 0, s);
+    case Element::kFloat16: return launch_small<backward_pre_kernel<ptx::float16>>(p, blocks, kPreThreads, early, stream);
+    case Element::kBfloat16: return launch_small<backward_pre_kernel<ptx::bfloat16>>(p, blocks, kPreThreads, early, stream);
+    default: return launch_small<backward_pre_kernel<float>>(p, blocks, kPreThreads, early, stream);
   }
 }
 
-int launch_backward_post(const BackwardParams& p, Element element, void* stream) {
-  const int64_t blocks = std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
-  const auto s = static_cast<cudaStream_t>(stream);
+int launch_backward_post(const BackwardParams& p, Element element, bool early, void* stream) {
+  const int64_t blocks =
+      blocks_for(p, std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q));
   switch (element) {
-    case Element::kFloat16: return launch<backward_post_kernel<ptx::float16>>(p, blocks, kPostWarps * 32, 0, s);
-    case Element::kBfloat16: return launch<backward_post_kernel<ptx::bfloat16>>(p, blocks, kPostWarps * 32, 0, s);
-    default: return launch<backward_post_kernel<float>>(p, blocks, kPostWarps * 32, 0, s);
+    case Element::kFloat16: return launch_small<backward_post_kernel<ptx::float16>>(p, blocks, kPostWarps * 32, early, stream);
+    case Element::kBfloat16: return launch_small<backward_post_kernel<ptx::bfloat16>>(p, blocks, kPostWarps * 32, early, stream);
+    default: return launch_small<backward_post_kernel<float>>(p, blocks, kPostWarps * 32, early, stream);
   }
 }
 
-int launch_dsink(const BackwardParams& p, float* dsink, int64_t stride, void* stream) {
-  return launch<dsink_kernel<kPreThreads>>(DsinkParams{p, dsink, stride}, p.sequence.num_heads_q, kPreThreads, 0,
-                                           static_cast<cudaStream_t>(stream));
+int launch_dsink(const BackwardParams& p, float* dsink, int64_t stride, bool early, void* stream) {
+  return launch_small<dsink_kernel<kPreThreads>>(DsinkParams{p, dsink, stride}, p.sequence.num_heads_q, kPreThreads, early, stream);
 }
 
 int launch_dalibi(const BackwardParams& p, float* dalibi, int64_t stride_batch, int64_t stride_head, bool sum_batch,

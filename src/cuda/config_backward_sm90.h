@@ -29,7 +29,7 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int ds_bytes() const { return block_n() * block_m * 2; }
   TW_HOST_DEVICE constexpr int p_bytes() const { return split ? block_n() * block_m * 2 : 0; }
   TW_HOST_DEVICE constexpr int row_bytes() const { return block_m * 32; }  // lse and delta of a tile, as columns
-  static constexpr int kTargets = 4;
+  static constexpr int kTargets = 8;  // a tile's is needed until the turn behind the next one, and loads are up to four ahead
   static constexpr int kBlockBytes = 128;  // of a KeyBlock; there are the present one and the next
 
   TW_HOST_DEVICE constexpr int v_offset() const { return k_bytes(); }

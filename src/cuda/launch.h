@@ -22,6 +22,9 @@ int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stre
 // `early`: the kernel may start before those ahead of it in the stream have ended, and waits by itself.
 template <Element kElement, int kHeadDim>
 int launch_decode(const ForwardParams& params, int64_t num_blocks, bool early, void* stream);
+// The plain kernel behind params.only_if: any number of blocks share the tasks. On sm_90 and newer.
+template <Element kElement, int kHeadDim>
+int launch_backward_if(const BackwardParams& params, int64_t num_blocks, void* stream);
 
 // All shapes of a head dimension; `num_blocks` stay on their multiprocessors and take tiles.
 template <Element kElement, int kHeadDim>
@@ -44,7 +47,8 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
   extern template int launch_backward<Element::element, BackwardKind::kDropout, head_dim, false>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kDropout, head_dim, true>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, false>(const BackwardParams&, int64_t, void*); \
-  extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, true>(const BackwardParams&, int64_t, void*);
+  extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, true>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward_if<Element::element, head_dim>(const BackwardParams&, int64_t, void*);
 #define TW_DECODE_SM80(element, head_dim) \
   extern template int launch_decode<Element::element, head_dim>(const ForwardParams&, int64_t, bool, void*);
 #include "cuda/kernels.def"
@@ -56,10 +60,10 @@ int launch_combine(const ForwardParams& params, Element element, bool early, voi
 int launch_dropout_mask(const SequenceParams& sequence, const ScoreParams& score, uint8_t* mask,
                         const int64_t (&shape)[4], const int64_t (&stride)[4], void* stream);
 
-// backward_utility.cu
-int launch_backward_pre(const BackwardParams& params, Element element, void* stream);
-int launch_backward_post(const BackwardParams& params, Element element, void* stream);
-int launch_dsink(const BackwardParams& params, float* dsink, int64_t stride, void* stream);
+// backward_utility.cu. `early`: as a dependent launch, where the kernel has code for sm_90.
+int launch_backward_pre(const BackwardParams& params, Element element, bool early, void* stream);
+int launch_backward_post(const BackwardParams& params, Element element, bool early, void* stream);
+int launch_dsink(const BackwardParams& params, float* dsink, int64_t stride, bool early, void* stream);
 int launch_dalibi(const BackwardParams& params, float* dalibi, int64_t stride_batch, int64_t stride_head, bool sum_batch,
                   void* stream);
 int launch_largest_value(const BackwardParams& params, Element element, void* stream);  // into dbias.largest

@@ -16,4 +16,14 @@ int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stre
                                                                   static_cast<cudaStream_t>(stream));
 }
 
+template <Element kElement, int kHeadDim>
+int launch_backward_if(const BackwardParams& params, int64_t num_blocks, void* stream) {
+  constexpr BackwardConfig C = backward_config(kElement, BackwardKind::kPlain, kHeadDim, false);
+  if constexpr (kElement == Element::kFloat32)
+    return cudaErrorNotSupported;  // no row of sm_90 has it
+  else
+    return launch<backward_sm80_if_kernel<kElement, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
+                                                               static_cast<cudaStream_t>(stream), Start::kEarly);
+}
+
 }  // namespace tilewise::cuda

@@ -195,6 +195,18 @@ std::vector<Check> backward_cases() {
     const std::string packed = std::string("b=7 hq=4 hk=1 sq=200 sk=210 d=") + d;
     both(packed + " packed_q=900 packed_k=800"), both(packed + " packed_q=900 packed_k=800 causal deterministic"), both(packed + " packed_q=900 causal seqused_q seqused_k");
     both(packed + " packed_q=900 packed_k=800 causal sink dsink alibi=h dalibi seqused_q"), both(packed + " packed_k=800 window=30,10");
+    // Blocks that take many key blocks one after the other.
+    const auto few = [&](const std::string& text) { cases.push_back({"bwd bf16 " + text}), cases.push_back({"bwd f16 " + text}); };
+    for (const char* margin : {" sm_margin=131", " sm_margin=129", " sm_margin=125"}) {
+      for (const char* rest : {"", " causal", " deterministic", " causal deterministic", " window=40,30", " window=90,-1 deterministic", " window=20,60 deterministic",
+                               " seqused_q seqused_k causal", " seqused_q seqused_k deterministic", " causal no_dq", " no_dk"})
+        few(s + rest + margin);
+      for (const char* rest : {" packed_q=900 packed_k=800", " packed_q=900 packed_k=800 causal deterministic", " packed_q=900 packed_k=800 deterministic",
+                               " packed_k=800 window=30,10", " packed_q=300 packed_k=700 causal"})
+        few(packed + rest + margin);
+      few(std::string("b=9 hq=2 hk=1 sq=30 sk=200 causal d=") + d + margin), few(std::string("b=9 hq=2 hk=1 sq=130 sk=700 deterministic d=") + d + margin);
+      few(std::string("b=2 hq=6 hk=2 sq=700 sk=400 causal deterministic d=") + d + margin);
+    }
   }
   for (const char* d : {"64", "128", "192"})
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal deterministic"})

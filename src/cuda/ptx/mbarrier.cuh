@@ -28,6 +28,16 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Has the phase of this parity completed? Does not wait.
+__device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
 // Waits until the phase of this parity has completed. try_wait sleeps in hardware for a while, so this is no hot spin. Built
 // with TILEWISE_STRESS, a wait that would never end is given up: wrong results rather than a machine that hangs.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {

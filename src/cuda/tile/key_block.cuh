@@ -29,13 +29,23 @@ struct KeyBlock {
 // queries that it sees. It finds a tile just after the block that must come before has left it, and nobody waits.
 __device__ __forceinline__ bool last_keys_first(const BackwardParams& p) { return p.deterministic && p.score.window_right >= 0; }
 
-// Task n: key block inside key head inside batch entry; b == batch: rows of no sequence.
+// Task n: key block inside key head inside batch entry; b == batch: rows of no sequence. Ordered sums without an end of the
+// window: `section` heads take turns, the first key blocks of all, then the second, and so on. A key block starts later than the
+// one before it, by the time that a turn takes; whoever follows on the same multiprocessor then is as late as it must be.
 template <int kBlockM, int kBlockN>
-__device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsigned n) {
+__device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsigned n, unsigned section) {
   KeyBlock block = {};
-  block.index = static_cast<int>(n % p.num_key_blocks);
-  if (last_keys_first(p)) block.index = p.num_key_blocks - 1 - block.index;
-  n /= p.num_key_blocks;
+  const unsigned blocks = p.num_key_blocks;
+  if (p.deterministic && !last_keys_first(p)) {
+    const unsigned heads = p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k);
+    const unsigned first = n / (section * blocks) * section, inside = n - first * blocks, width = min(section, heads - first);
+    block.index = static_cast<int>(inside / width);
+    n = first + inside % width;
+  } else {
+    block.index = static_cast<int>(n % blocks);
+    if (last_keys_first(p)) block.index = p.num_key_blocks - 1 - block.index;
+    n /= blocks;
+  }
   block.head_k = static_cast<int>(n % p.sequence.num_heads_k);
   block.b = static_cast<int>(n / p.sequence.num_heads_k);
   block.group = p.sequence.num_heads_q / p.sequence.num_heads_k;
