@@ -73,7 +73,7 @@ struct KeyBlocksSm90 {
     if (lane == 0) ptx::mbarrier_arrive(shared.block_empty(n & 1));
   }
   // By a whole warp. A ticket is taken as late as possible, or the last key blocks are not spread evenly. With ordered sums,
-  // whoever waits for a turn waits for a ticket that was taken before.
+  // whoever waits for a turn waits for a ticket that was taken before. Key blocks that no query sees get their zeros here.
   __device__ __forceinline__ void publish(int n, int lane) const {
     ptx::mbarrier_wait(shared.block_empty(n & 1), (n >> 1 & 1) ^ 1);
     KeyBlock next = {};
@@ -84,7 +84,12 @@ struct KeyBlocksSm90 {
       next.b = -1;
       if (ticket >= p.num_tasks) break;
       next = key_block_of<C.block_m, C.block_n()>(p.backward, static_cast<unsigned>(ticket), p.section);
-      if (uniform(next.b >= p.backward.sequence.batch || next.first_key < next.s.capacity_k)) break;
+      if (uniform(next.num_tiles) > 0) break;
+      using T = typename ElementType<C.element>::Type;
+      if (uniform(next.b) >= p.backward.sequence.batch)
+        zero_key_tail<T>(p.backward, next.head_k, next.index, C.block_n(), 0, 1);
+      else
+        zero_keys<T>(p.backward, next, C.block_n(), lane, p.dk_aligned, p.dv_aligned);
     }
     if (lane == 0) {
       at(n) = next;
@@ -103,10 +108,20 @@ struct RingPosition {
   __device__ __forceinline__ void next_stage(int stages) {
     if (++stage == stages) stage = 0, bits ^= 1;
   }
-  __device__ __forceinline__ uint32_t keys_parity() const { return bits >> 1 & 1; }
-  __device__ __forceinline__ void next_keys() { bits ^= 2; }
-  __device__ __forceinline__ uint32_t step() const { return bits >> 2; }  // tiles so far
-  __device__ __forceinline__ void next_step() { bits += 4; }
+  // Of K's slots, and of V.
+  template <BackwardSm90Config C>
+  __device__ __forceinline__ void wait_k(const SharedBackwardSm90<C>& shared, int n) {
+    const int bit = 2 + n % C.k_slots();
+    ptx::mbarrier_wait(shared.k_full(n), bits >> bit & 1);
+    bits ^= 1u << bit;
+  }
+  template <BackwardSm90Config C>
+  __device__ __forceinline__ void wait_v(const SharedBackwardSm90<C>& shared) {
+    ptx::mbarrier_wait(shared.v_full(), bits >> 1 & 1);
+    bits ^= 2;
+  }
+  __device__ __forceinline__ uint32_t step() const { return bits >> 4; }  // tiles so far
+  __device__ __forceinline__ void next_step() { bits += 16; }
 };
 
 // ---- loads ----------------------------------------------------------------------------------------------------------
@@ -144,32 +159,32 @@ struct LoaderSm90 {
       if (n < count) ptx::tma_load(to + n * rows * 128, map, barrier, {{n * 64, row, 0, head, batch}});
   }
 
-  // V and then K of a key block, each when nobody needs the one before it any more. By one lane.
-  __device__ __forceinline__ void load_v(const KeyBlock& block) const {
-    if (block.b < 0 || block.num_tiles == 0) return;
-    ptx::mbarrier_arrive_expect(shared.keys_full(), 2 * C.k_bytes());
-    load_box(shared.v(), p.v, shared.keys_full(), C.block_n(), static_cast<int>(block.s.k_begin) + block.first_key, block.head_k,
-             p.backward.sequence.packed_k ? 0 : block.b, p.v_loads);
-  }
-  __device__ __forceinline__ void load_k(const KeyBlock& block) const {
-    if (block.b < 0 || block.num_tiles == 0) return;
-    load_box(shared.k(), p.k, shared.keys_full(), C.block_n(), static_cast<int>(block.s.k_begin) + block.first_key, block.head_k,
-             p.backward.sequence.packed_k ? 0 : block.b, p.qk_loads);
+  // K or V of key block n, when nobody needs any more what is there. By one lane.
+  template <bool kK>
+  __device__ __forceinline__ void load_keys(int n) const {
+    const KeyBlock& block = blocks.at(n);
+    if (block.b < 0) return;
+    const uint32_t full = kK ? shared.k_full(n) : shared.v_full();
+    ptx::mbarrier_arrive_expect(full, C.k_bytes());
+    load_box(kK ? shared.k(n) : shared.v(), kK ? p.k : p.v, full, C.block_n(), static_cast<int>(block.s.k_begin) + block.first_key,
+             block.head_k, p.backward.sequence.packed_k ? 0 : block.b, kK ? p.qk_loads : p.v_loads);
   }
 
   // The next tile of Q with lse and delta (kQ), of dO (kDout), or of all, if fewer than `limit` have been loaded and it
-  // belongs to key block `present` or, if `ahead`, the one after it.
+  // belongs to key block `present` or, if `ahead`, the one after it. `sure`: so it is.
   template <bool kQ, bool kDout>
-  __device__ __forceinline__ bool load_next(int limit, int present, bool ahead, int lane) const {
+  __device__ __forceinline__ bool load_next(int limit, int present, bool ahead, bool sure, int lane) const {
     LoadState& kept = state(kQ ? 0 : 1);
-    if (uniform(kept.loaded) >= limit) return false;
-    if (uniform(kept.left) == 0) {
-      const int next = max(uniform(kept.block) + 1, present);
-      if (next > present + ahead) return false;
-      const KeyBlock& block = blocks.wait(next);
-      if (lane == 0) kept.block = next, kept.left = block.b < 0 ? 0 : block.group * block.num_tiles, kept.at = TileWalk(block);
-      __syncwarp();
-      if (uniform(kept.left) == 0) return false;
+    if (!sure) {
+      if (uniform(kept.loaded) >= limit) return false;
+      if (uniform(kept.left) == 0) {
+        const int next = uniform(kept.block) + 1;
+        if (next > present + ahead) return false;
+        const KeyBlock& block = blocks.wait(next);
+        if (lane == 0) kept.block = next, kept.left = block.b < 0 ? 0 : block.group * block.num_tiles, kept.at = TileWalk(block);
+        __syncwarp();
+        if (uniform(kept.left) == 0) return false;
+      }
     }
     const int stage = uniform(kept.stage), parity = uniform(static_cast<int>(kept.parity));
     ptx::mbarrier_wait(kQ ? shared.empty(stage) : shared.dout_empty(stage), static_cast<uint32_t>(parity));
@@ -193,7 +208,7 @@ struct LoaderSm90 {
         load_box(shared.q(stage), p.q, full, C.block_m, row, s.at.head, batch, p.qk_loads);
         ptx::bulk_load(shared.rows(stage), b.row_columns + padded * 32, C.row_bytes(), full);
       }
-      if constexpr (kDout) load_box(shared.dout(stage), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);
+      if constexpr (kDout) load_box(shared.dout(s.loaded), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);
       s.at.advance(block);
       ++s.loaded;
       --s.left;
@@ -206,7 +221,7 @@ struct LoaderSm90 {
 
   template <bool kQ, bool kDout>
   __device__ __forceinline__ void load(int limit, int present, bool ahead, int lane) const {
-    while (load_next<kQ, kDout>(limit, present, ahead, lane)) {
+    while (load_next<kQ, kDout>(limit, present, ahead, false, lane)) {
     }
   }
 };
@@ -226,10 +241,10 @@ struct QueryGradientSm90 {
   const LoaderSm90<C> loader;
   const int warp, lane;
 
-  __device__ __forceinline__ void issue(float (&dq)[kDQ], int slot, int part) const {
+  __device__ __forceinline__ void issue(float (&dq)[kDQ], int n, int slot, int part) const {
     const int column = part % kPerRow * kDqColumns;
     const uint32_t a = ptx::descriptor(shared.ds(slot) + part / kPerRow * Keys::kPanelBytes);
-    const uint32_t b = ptx::descriptor(shared.k() + column / 64 * Keys::kPanelBytes + column % 64 * 2);
+    const uint32_t b = ptx::descriptor(shared.k(n) + column / 64 * Keys::kPanelBytes + column % 64 * 2);
     ptx::wgmma_pin(dq);
     ptx::wgmma_fence();
 #pragma unroll
@@ -244,39 +259,47 @@ struct QueryGradientSm90 {
     if (lane == 0) ptx::add_release(p.backward.turn + loader.target(step).counters + warp, 1);
   }
 
-  // Waits for the turn of a step's tile. No value is read that the key block before wrote, only added to in the second-level
-  // cache, so a relaxed load that finds the turn is enough.
-  __device__ __forceinline__ void wait_for_turn(uint32_t step) const {
-    if (lane == 0) {
-      const DqTarget& target = loader.target(step);
-      const int32_t* const counter = p.backward.turn + target.counters + warp;
-      for (int turn = ptx::load_relaxed(counter); turn != target.turn; turn = ptx::load_acquire(counter)) {
-      }
-    }
-    __syncwarp();
-  }
-
-  // Products and sums of one tile. `owes`: the turn of the tile before has not been passed. It is, behind this tile's products:
-  // sums take a microsecond to arrive, and who waited for that first would be slower than the consumers.
-  __device__ __forceinline__ void add_tile(uint32_t step, bool owes) const {
+  // Products and sums of one tile of key block n. `owes`: the turn of the tile before has not been passed. It is, behind this
+  // tile's products: sums take a microsecond to arrive, and who waited for that first would be slower than the consumers. The
+  // turn is asked for before, and the answer is there after. No value is read that the key block before wrote, only added to in
+  // the second-level cache, so a relaxed load that finds the turn is enough.
+  __device__ __forceinline__ void add_tile(int n, uint32_t step, bool owes) const {
     const int slot = uniform(static_cast<int>(step & 1));
-    float* const sum = loader.target(step).sum + warp * 16 * C.head_dim + lane * 4;
+    const DqTarget& target = loader.target(step);
+    float* const sum = target.sum + warp * 16 * C.head_dim + lane * 4;
+    int turn = 0;
+    if (p.backward.deterministic && lane == 0) turn = ptx::load_relaxed(p.backward.turn + target.counters + warp);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float dq[kDQ];
-      issue(dq, slot, part);
+      issue(dq, n, slot, part);
       if (part == 0 && p.backward.deterministic) {
         if (owes) pass_turn(step - 1);
-        wait_for_turn(step);
+        if (lane == 0)
+          while (turn != target.turn) turn = ptx::load_acquire(p.backward.turn + target.counters + warp);
+        __syncwarp();
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dq);
       if (part == kParts - 1 && lane == 0) ptx::mbarrier_arrive(shared.ds_empty(slot));
       if (p.backward.dq_sum == nullptr) continue;
       float* const out = sum + part / kPerRow * 64 * C.head_dim + part % kPerRow * kDqColumns * 16;
+      if (p.first_stores && target.turn == 0) {
+#pragma unroll
+        for (int i = 0; i < kDQ / 4; ++i)
+          *reinterpret_cast<float4*>(out + i * 128) = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kDQ / 4; ++i) ptx::add_global(out + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
+  }
+
+  // The next key block; with two slots, its K is loaded at once.
+  __device__ __forceinline__ void publish(int n) const {
+    loader.blocks.publish(n, lane);
+    if (C.k_slots() == 2 && lane == 0) loader.template load_keys<true>(n);
+    __syncwarp();
   }
 
   // One of these warps also hands out the key blocks, loads keys and, if not split, tiles.
@@ -284,8 +307,11 @@ struct QueryGradientSm90 {
     const KeyBlocksSm90<C>& blocks = loader.blocks;
     const bool leads = uniform(warp) == 0, loads = !C.split && leads;
     if (leads) {
-      blocks.publish(0, lane);
-      if (lane == 0) loader.load_v(blocks.at(0)), loader.load_k(blocks.at(0));
+      publish(0);
+      if (lane == 0) {
+        if (C.k_slots() == 1) loader.template load_keys<true>(0);
+        loader.template load_keys<false>(0);
+      }
       __syncwarp();
     }
     RingPosition ring;
@@ -295,28 +321,26 @@ struct QueryGradientSm90 {
       const KeyBlock& block = blocks.wait(n);
       if (uniform(block.b) < 0) break;
       int left = num_steps(block);
-      if (loads) loader.template load<true, true>(ring.step() + C.stages - 1, n, false, lane);
-      if (left > 0) ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity()), ring.next_keys();
-      if (leads && left < 3) {
-        blocks.publish(n + 1, lane);
-        if (left == 0 && lane == 0) loader.load_v(blocks.at(n + 1));
-        __syncwarp();
-      }
+      if (loads) loader.template load<true, true>(ring.step() + 2, n, false, lane);
+      ring.wait_k(shared, n);
+      if (leads && left < 3) publish(n + 1);
 #pragma unroll 1
       for (; left > 0; --left, ring.next_step()) {
-        if (leads && left == 3) blocks.publish(n + 1, lane);
+        if (leads && left == 3) publish(n + 1);
         const uint32_t barrier = shared.ds_full(ring.step() & 1), parity = ring.step() >> 1 & 1;
         if (owes && !uniform(ptx::mbarrier_done(barrier, parity))) pass_turn(ring.step() - 1), owes = false;
         ptx::mbarrier_wait(barrier, parity);
-        // Consumers have left the tile before when they write the dS of this one.
-        if (loads) loader.template load_next<true, true>(ring.step() + C.stages, n, left <= 3, lane);
-        if (leads && left == 1 && lane == 0) loader.load_v(blocks.at(n + 1));  // and dP of the last tile is done
+        // When they write the dS of this tile, consumers have left Q of the one before and dO of this one.
+        if (loads) loader.template load_next<true, true>(ring.step() + 3, n, left <= 3, left > 2, lane);
+        if (leads && left == 1 && lane == 0) loader.template load_keys<false>(n + 1);  // and V, with the last tile's dP
         __syncwarp();
-        add_tile(ring.step(), owes);
+        add_tile(n, ring.step(), owes);
         owes = p.backward.deterministic;
       }
-      ptx::barrier_sync(1, 128);  // the four warps' products with K are done
-      if (leads && lane == 0) loader.load_k(blocks.at(n + 1));
+      if constexpr (C.k_slots() == 1) {
+        ptx::barrier_sync(1, 128);  // the four warps' products with K are done
+        if (leads && lane == 0) loader.template load_keys<true>(n + 1);
+      }
       if (owes) pass_turn(ring.step() - 1), owes = false;
       blocks.release(n, lane);
     }
@@ -341,27 +365,31 @@ struct KeyGradientSm90 : GradientSm90<C> {
     }
   }
 
-  // A step finds P of its tile: dV and dP; dS; dK, and S of the next tile. Products go out in pairs, and nothing is under way
-  // during the pointwise phases: the other warpgroups fill the gaps. (Phases that run behind products of their own
-  // warpgroup take 8 registers from dQ's, which then computes 32 columns at a time: 8 % slower.)
-  __device__ __forceinline__ void walk(int left, RingPosition& ring) {
-    TileWalk at(block);
+  // A step finds S of its tile in x: P; dV and dP; dS; dK, and S of the next tile, be it of the next key block. Products go out
+  // in pairs, and nothing is under way during the pointwise phases: the other warpgroups fill the gaps. (Phases that run behind
+  // products of their own warpgroup take 8 registers from dQ's, which then computes 32 columns at a time: 8 % slower.)
+  __device__ __forceinline__ void run(const KeyBlocksSm90<C>& blocks) {
+    RingPosition ring;
+    int n = 0;
+    block = &blocks.wait(n);
+    if (uniform(block->b) < 0) return;
+    int left = num_steps(*block);
+    TileWalk at(*block);
     float x[kS];
     uint32_t a_p[kA], a_ds[kA];
-    int done;
-    ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity());
-    ring.next_keys();
+    clear();
+    ring.wait_k(shared, n);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
-    G::template issue_scores<false>(x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
+    G::template issue_scores<false>(x, shared.k(n), shared.q(ring.stage), shared.rows(ring.stage));
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(x);
+    ring.wait_v(shared);
 #pragma unroll 1
     for (;;) {
-      const int i0 = at.tile * C.block_m;
+      const int i0 = at.tile * C.block_m, done = ring.stage;
       float dp[kS];
-      done = ring.stage;
       G::make_weights(a_p, x, i0);
-      G::template issue_both<true>(dv, a_p, shared.dout(done), dp, shared.v(), shared.dout(done), shared.rows(done));
+      G::template issue_both<true>(dv, a_p, shared.dout(ring.step()), dp, shared.v(), shared.dout(ring.step()), shared.rows(done));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dv);
       ptx::wgmma_pin(a_p);
@@ -370,29 +398,45 @@ struct KeyGradientSm90 : GradientSm90<C> {
       G::write_ds(a_ds, ring.step());
       ring.next_step();
       ring.next_stage(C.stages);
-      if (--left == 0) break;
-      ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
-      G::template issue_both<false>(dk, a_ds, shared.q(done), x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(dk);
-      ptx::wgmma_pin(a_ds);
-      ptx::wgmma_pin(x);
+      bool more = true;
+      int keys = n;
+      if (--left == 0) {
+        more = uniform(blocks.wait(++keys).b) >= 0;
+        if (more) ring.wait_k(shared, keys);
+      }
+      if (more) {
+        ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
+        G::template issue_both<false>(dk, a_ds, shared.q(done), x, shared.k(keys), shared.q(ring.stage), shared.rows(ring.stage));
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dk);
+        ptx::wgmma_pin(a_ds);
+        ptx::wgmma_pin(x);
+      } else {
+        G::issue_gradient(dk, a_ds, shared.q(done));
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(dk);
+        ptx::wgmma_pin(a_ds);
+#pragma unroll
+        for (int i = 0; i < kS; ++i) x[i] = 0.f;  // or this tile's S would have to be kept until here
+      }
       arrive(shared.empty(done));
-      at.advance(block);
+      at.advance(*block);
+      if (left > 0) continue;
+      G::store_dv(dv);
+      G::store_dk(dk);
+      blocks.release(n, G::lane);
+      if (!more) return;
+      block = &blocks.at(++n);
+      left = num_steps(*block);
+      at = TileWalk(*block);
+      clear();
+      ring.wait_v(shared);
     }
-    G::issue_gradient(dk, a_ds, shared.q(done));
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(dk);
-    ptx::wgmma_pin(a_ds);
-    arrive(shared.empty(done));
   }
 
-  __device__ __forceinline__ void run(RingPosition& ring) {
+  __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int n = 0; n < kD; ++n) dk[n] = dv[n] = 0.f;
-    if (const int total = num_steps(block); total > 0) walk(total, ring);
-    G::store_dv(dv);
-    G::store_dk(dk);
+    for (int i = 0; i < kD; ++i) dk[i] = dv[i] = 0.f;
   }
 };
 
@@ -415,14 +459,13 @@ struct SplitValueSm90 : GradientSm90<C> {
   __device__ __forceinline__ void walk(float (&dv)[kD], int left, RingPosition& ring, int n) const {
     const bool loads = uniform(G::warp) == 0;
     if (loads) loader.template load<false, true>(ring.step() + C.stages, n, true, G::lane);
-    TileWalk at(block);
+    TileWalk at(*block);
     float x[kS];
     uint32_t a_p[kA];
     int done;
-    ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity());
-    ring.next_keys();
+    ring.wait_k(shared, n);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
-    G::template issue_scores<false>(x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
+    G::template issue_scores<false>(x, shared.k(0), shared.q(ring.stage), shared.rows(ring.stage));
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(x);
     arrive(shared.empty(ring.stage));
@@ -441,29 +484,29 @@ struct SplitValueSm90 : GradientSm90<C> {
       ring.next_stage(C.stages);
       if (--left == 0) break;
       ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
-      G::template issue_both<false>(dv, a_p, shared.dout(done), x, shared.k(), shared.q(ring.stage), shared.rows(ring.stage));
+      G::template issue_both<false>(dv, a_p, shared.dout(done), x, shared.k(0), shared.q(ring.stage), shared.rows(ring.stage));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dv);
       ptx::wgmma_pin(a_p);
       ptx::wgmma_pin(x);
       arrive(shared.dout_empty(done));
       arrive(shared.empty(ring.stage));
-      if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, G::lane);
-      at.advance(block);
+      if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, left > 1, G::lane);
+      at.advance(*block);
     }
     G::issue_gradient(dv, a_p, shared.dout(done));
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(dv);
     ptx::wgmma_pin(a_p);
     arrive(shared.dout_empty(done));
-    if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, G::lane);
+    if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, false, G::lane);
   }
 
   __device__ __forceinline__ void run(RingPosition& ring, int n) const {
     float dv[kD];
 #pragma unroll
     for (int i = 0; i < kD; ++i) dv[i] = 0.f;
-    if (const int total = num_steps(block); total > 0) walk(dv, total, ring, n);
+    walk(dv, num_steps(*block), ring, n);
     G::store_dv(dv);
   }
 };
@@ -488,12 +531,11 @@ struct SplitKeySm90 : GradientSm90<C> {
   __device__ __forceinline__ void walk(float (&dk)[kD], int left, RingPosition& ring, int n) const {
     const bool loads = uniform(G::warp) == 0;
     if (loads) loader.template load<true, false>(ring.step() + C.stages, n, true, G::lane);
-    TileWalk at(block);
+    TileWalk at(*block);
     float dp[kS];
     uint32_t a_ds[kA];
     int done;
-    ptx::mbarrier_wait(shared.keys_full(), ring.keys_parity());
-    ring.next_keys();
+    ring.wait_v(shared);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
     ptx::mbarrier_wait(shared.dout_full(ring.stage), ring.parity());
     G::template issue_scores<true>(dp, shared.v(), shared.dout(ring.stage), shared.rows(ring.stage));
@@ -523,22 +565,22 @@ struct SplitKeySm90 : GradientSm90<C> {
       ptx::wgmma_pin(dp);
       arrive(shared.empty(done));
       arrive(shared.dout_empty(ring.stage));
-      if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, G::lane);
-      at.advance(block);
+      if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, left > 1, G::lane);
+      at.advance(*block);
     }
     G::issue_gradient(dk, a_ds, shared.q(done));
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(dk);
     ptx::wgmma_pin(a_ds);
     arrive(shared.empty(done));
-    if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, G::lane);
+    if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, false, G::lane);
   }
 
   __device__ __forceinline__ void run(RingPosition& ring, int n) const {
     float dk[kD];
 #pragma unroll
     for (int i = 0; i < kD; ++i) dk[i] = 0.f;
-    if (const int total = num_steps(block); total > 0) walk(dk, total, ring, n);
+    walk(dk, num_steps(*block), ring, n);
     G::store_dk(dk);
   }
 };
@@ -565,7 +607,8 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
     ptx::tma_prefetch(p.v);
     ptx::tma_prefetch(p.dout);
     // Arrivals are once per warp: wgmma_wait is a wait of the warp.
-    ptx::mbarrier_init(shared.keys_full(), 1);
+    ptx::mbarrier_init(shared.v_full(), 1);
+    for (int n = 0; n < C.k_slots(); ++n) ptx::mbarrier_init(shared.k_full(n), 1);
     for (int n = 0; n < 2; ++n) {
       ptx::mbarrier_init(shared.ds_full(n), C.split ? 4 : 4 * C.kConsumers);
       ptx::mbarrier_init(shared.ds_empty(n), 4);
@@ -593,26 +636,21 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
     QueryGradientSm90<C>{p, shared, loader, warp, lane}.run();
   } else {
     ptx::take_registers<C.kConsumerRegisters>();
-    RingPosition ring;
+    GradientSm90<C> base{p, shared, nullptr, warpgroup - 1, warp, lane};
+    if constexpr (!C.split) {
+      KeyGradientSm90<C>{base}.run(blocks);
+    } else {
+      RingPosition ring;
 #pragma unroll 1
-    for (int n = 0;; ++n) {
-      const KeyBlock& block = blocks.wait(n);
-      if (uniform(block.b) < 0) break;
-      if (uniform(block.b) >= p.backward.sequence.batch) {
-        zero_key_tail<typename ElementType<kElement>::Type>(p.backward, block.head_k, block.index, C.block_n(),
-                                                            (warpgroup - 1) * 4 + warp, 4 * C.kConsumers);
-      } else {
-        const GradientSm90<C> base{p, shared, block, warpgroup - 1, warp, lane};
-        if constexpr (!C.split) {
-          KeyGradientSm90<C> gradient{base};
-          gradient.run(ring);
-        } else if (warpgroup == 1) {
+      for (int n = 0;; ++n) {
+        base.block = &blocks.wait(n);
+        if (uniform(base.block->b) < 0) break;
+        if (warpgroup == 1)
           SplitValueSm90<C>{base, loader}.run(ring, n);
-        } else {
+        else
           SplitKeySm90<C>{base, loader}.run(ring, n);
-        }
+        blocks.release(n, lane);
       }
-      blocks.release(n, lane);
     }
   }
 }

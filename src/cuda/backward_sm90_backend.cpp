@@ -63,6 +63,13 @@ bool masks(const tw_problem& p) {
          has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
 }
 
+// Then every tile of queries is seen by some key block.
+bool every_row_sees_keys(const tw_problem& p) {
+  const Mask mask = mask_of(p);
+  return mask.left < 0 && (mask.right < 0 || p.seqlen_k - p.seqlen_q + mask.right >= 0) && p.q_layout != TW_PACKED &&
+         p.k_layout != TW_PACKED && !has(p, TW_HAS_SEQUSED_Q) && !has(p, TW_HAS_SEQUSED_K);
+}
+
 // sm_80's workspace lies in the same memory, since it is used afterwards; behind both, the flag that it is needed.
 int64_t flag_offset(const tw_problem& p, const BackwardSm90Config& config, int64_t sm80_bytes) {
   return ceil_div(std::max(Workspace(p, config).total, sm80_bytes), 128) * 128;
@@ -149,7 +156,10 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   if (masks(p)) backward.nonfinite = reinterpret_cast<int32_t*>(base + plan.workspace_bytes - 128);
 
   const Element element = element_of(p.dtype);
-  if (const int error = launch_backward_pre(backward, element, true, stream); error != 0) return device_error("backward_pre", error);
+  params.first_stores = backward.deterministic && every_row_sees_keys(p);
+  BackwardParams before = backward;
+  if (params.first_stores) before.dq_sum = nullptr;  // nothing to set to zero
+  if (const int error = launch_backward_pre(before, element, true, stream); error != 0) return device_error("backward_pre", error);
   params.num_tasks = static_cast<int32_t>(plan.num_tasks);
   const int processors = std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
   const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors));

@@ -11,11 +11,13 @@ struct BackwardSm90Config {
   Element element;
   int head_dim;    // of q, k and v, rounded up; columns beyond the real ones are zeros
   int block_m;     // queries a step
-  int stages;      // of Q and dO
+  int stages;      // of Q; lse and delta
   bool split;      // one warpgroup has dV, the other dK, of the same 64 keys. Else: each has both, of 64 keys of its own
 
   static constexpr int kConsumers = 2;  // warpgroups
   TW_HOST_DEVICE constexpr int block_n() const { return split ? 64 : 64 * kConsumers; }
+  static constexpr int kDoutStages = 2;
+  TW_HOST_DEVICE constexpr int k_slots() const { return split ? 1 : 2; }  // the next key block's arrives while this one ends
   TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }
   TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (kConsumers + 1); }
 
@@ -32,14 +34,14 @@ struct BackwardSm90Config {
   static constexpr int kTargets = 8;  // a tile's is needed until the turn behind the next one, and loads are up to four ahead
   static constexpr int kBlockBytes = 128;  // of a KeyBlock; there are the present one and the next
 
-  TW_HOST_DEVICE constexpr int v_offset() const { return k_bytes(); }
-  TW_HOST_DEVICE constexpr int q_offset() const { return 2 * k_bytes(); }
+  TW_HOST_DEVICE constexpr int v_offset() const { return k_slots() * k_bytes(); }
+  TW_HOST_DEVICE constexpr int q_offset() const { return v_offset() + k_bytes(); }
   TW_HOST_DEVICE constexpr int do_offset() const { return q_offset() + stages * q_bytes(); }
-  TW_HOST_DEVICE constexpr int ds_offset() const { return do_offset() + stages * q_bytes(); }
+  TW_HOST_DEVICE constexpr int ds_offset() const { return do_offset() + kDoutStages * q_bytes(); }
   TW_HOST_DEVICE constexpr int p_offset() const { return ds_offset() + 2 * ds_bytes(); }
   TW_HOST_DEVICE constexpr int rows_offset() const { return p_offset() + p_bytes(); }
   TW_HOST_DEVICE constexpr int barrier_offset() const { return rows_offset() + stages * row_bytes(); }
-  TW_HOST_DEVICE constexpr int num_barriers() const { return 1 + 4 * stages + 10; }
+  TW_HOST_DEVICE constexpr int num_barriers() const { return 13 + 4 * stages; }
   TW_HOST_DEVICE constexpr int target_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   TW_HOST_DEVICE constexpr int load_offset() const { return target_offset() + 16 * kTargets; }
   TW_HOST_DEVICE constexpr int block_offset() const { return load_offset() + 2 * 32; }

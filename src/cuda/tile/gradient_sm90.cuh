@@ -18,26 +18,27 @@ namespace tilewise::cuda {
 template <BackwardSm90Config C>
 struct SharedBackwardSm90 {
   uint32_t base;
-  __device__ __forceinline__ uint32_t k() const { return base; }                // [block_n, d]
-  __device__ __forceinline__ uint32_t v() const { return base + C.v_offset(); }  // [block_n, d]
+  __device__ __forceinline__ uint32_t k(int n) const { return base + n % C.k_slots() * C.k_bytes(); }  // [block_n, d], of block n
+  __device__ __forceinline__ uint32_t v() const { return base + C.v_offset(); }                      // [block_n, d]
   __device__ __forceinline__ uint32_t q(int stage) const { return base + C.q_offset() + stage * C.q_bytes(); }  // [block_m, d]
-  __device__ __forceinline__ uint32_t dout(int stage) const { return base + C.do_offset() + stage * C.q_bytes(); }
+  __device__ __forceinline__ uint32_t dout(uint32_t step) const { return base + C.do_offset() + step % C.kDoutStages * C.q_bytes(); }
   __device__ __forceinline__ uint32_t ds(int slot) const { return base + C.ds_offset() + slot * C.ds_bytes(); }  // [block_n, block_m]
   __device__ __forceinline__ uint32_t weights() const { return base + C.p_offset(); }  // fragments of P, split only
   __device__ __forceinline__ uint32_t rows(int stage) const { return base + C.rows_offset() + stage * C.row_bytes(); }
   __device__ __forceinline__ uint32_t barrier(int n) const { return base + C.barrier_offset() + 8 * n; }
-  __device__ __forceinline__ uint32_t keys_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t ds_full(int slot) const { return barrier(1 + slot); }
-  __device__ __forceinline__ uint32_t ds_empty(int slot) const { return barrier(3 + slot); }
-  __device__ __forceinline__ uint32_t weights_full() const { return barrier(5); }
-  __device__ __forceinline__ uint32_t weights_empty() const { return barrier(6); }
-  __device__ __forceinline__ uint32_t block_full(int slot) const { return barrier(7 + slot); }
-  __device__ __forceinline__ uint32_t block_empty(int slot) const { return barrier(9 + slot); }
+  __device__ __forceinline__ uint32_t ds_full(int slot) const { return barrier(slot); }
+  __device__ __forceinline__ uint32_t ds_empty(int slot) const { return barrier(2 + slot); }
+  __device__ __forceinline__ uint32_t weights_full() const { return barrier(4); }
+  __device__ __forceinline__ uint32_t weights_empty() const { return barrier(5); }
+  __device__ __forceinline__ uint32_t block_full(int slot) const { return barrier(6 + slot); }
+  __device__ __forceinline__ uint32_t block_empty(int slot) const { return barrier(8 + slot); }
+  __device__ __forceinline__ uint32_t k_full(int n) const { return barrier(10 + n % C.k_slots()); }
+  __device__ __forceinline__ uint32_t v_full() const { return barrier(12); }
   // Q, lse and delta; and dO, unless it has barriers of its own (split).
-  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(11 + stage); }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(11 + C.stages + stage); }
-  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(11 + 2 * C.stages + stage); }
-  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(11 + 3 * C.stages + stage); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return barrier(13 + stage); }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(13 + C.stages + stage); }
+  __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(13 + 2 * C.stages + stage); }
+  __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(13 + 3 * C.stages + stage); }
 };
 
 template <BackwardSm90Config C>
@@ -52,7 +53,7 @@ struct GradientSm90 {
 
   const BackwardSm90Params& p;
   const SharedBackwardSm90<C> shared;
-  const KeyBlock& block;
+  const KeyBlock* block;
   const int consumer, warp, lane;  // warp of the warpgroup
 
   __device__ __forceinline__ int first_row() const { return C.split ? 0 : consumer * 64; }  // of the block's keys
@@ -144,7 +145,7 @@ struct GradientSm90 {
     if constexpr (kMasked) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        queries[half] = visible_queries(p.backward.score, block.first_key + key_row(half), block.s.seqlen_q, block.s.seqlen_k);
+        queries[half] = visible_queries(p.backward.score, block->first_key + key_row(half), block->s.seqlen_q, block->s.seqlen_k);
         queries[half].begin -= i0 + 2 * (lane & 3), queries[half].end -= i0 + 2 * (lane & 3);
       }
     }
@@ -190,7 +191,7 @@ struct GradientSm90 {
   }
 
   __device__ __forceinline__ bool masked(int i0) const {
-    const volatile int* full = block.full_rows[C.split ? 0 : consumer];  // from shared memory each time: registers are short
+    const volatile int* full = block->full_rows[C.split ? 0 : consumer];  // from shared memory each time: registers are short
     return i0 < full[0] || i0 + C.block_m > full[1];
   }
 
@@ -220,7 +221,7 @@ struct GradientSm90 {
                                         int columns) const {
     if (out.data == nullptr) return;
     const int64_t base =
-        (p.backward.sequence.packed_k ? block.s.k_begin * out.row : block.s.cache_row * out.batch) + block.head_k * out.head;
+        (p.backward.sequence.packed_k ? block->s.k_begin * out.row : block->s.cache_row * out.batch) + block->head_k * out.head;
     if (aligned) {
       const int quad = lane & 3;
 #pragma unroll
@@ -232,10 +233,10 @@ struct GradientSm90 {
           for (int i = 0; i < 4; ++i)
             rows[half][i] = ptx::pack<T>(d[4 * (n + i) + 2 * half] * factor, d[4 * (n + i) + 2 * half + 1] * factor);
           transpose_quad(rows[half], quad);
-          const int j = block.first_key + key_row(half), column = (n + quad) * 8;
-          if (j >= block.s.capacity_k || column >= columns) continue;
+          const int j = block->first_key + key_row(half), column = (n + quad) * 8;
+          if (j >= block->s.capacity_k || column >= columns) continue;
           uint4 value = make_uint4(rows[half][0], rows[half][1], rows[half][2], rows[half][3]);
-          if (j >= block.s.seqlen_k) value = make_uint4(0, 0, 0, 0);
+          if (j >= block->s.seqlen_k) value = make_uint4(0, 0, 0, 0);
           *reinterpret_cast<uint4*>(static_cast<T*>(out.data) + base + j * out.row + column) = value;
         }
       }
@@ -243,9 +244,9 @@ struct GradientSm90 {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int j = block.first_key + key_row(half);
-      if (j >= block.s.capacity_k) continue;
-      const bool used = j < block.s.seqlen_k;
+      const int j = block->first_key + key_row(half);
+      if (j >= block->s.capacity_k) continue;
+      const bool used = j < block->s.seqlen_k;
 #pragma unroll
       for (int n = 0; n < kD / 4; ++n)
 #pragma unroll

@@ -108,4 +108,29 @@ __device__ void zero_key_tail(const BackwardParams& p, int h, int block, int row
       }
 }
 
+// dk and dv of keys that no query sees, by one warp.
+template <class T>
+__device__ void zero_keys(const BackwardParams& p, const KeyBlock& block, int rows, int lane, bool dk_aligned, bool dv_aligned) {
+  const int end = min(rows, block.s.capacity_k - block.first_key);
+  for (int which = 0; which < 2; ++which) {
+    const RowTensor& x = which ? p.dv : p.dk;
+    if (x.data == nullptr) continue;
+    const int columns = which ? p.head_dim_v : p.head_dim;
+    const int64_t base = (p.sequence.packed_k ? block.s.k_begin * x.row : block.s.cache_row * x.batch) + block.head_k * x.head;
+    for (int r = 0; r < end; ++r) {
+      const int64_t at = base + (block.first_key + r) * x.row;
+      if (which ? dv_aligned : dk_aligned) {
+        if (lane * 8 < columns) *reinterpret_cast<uint4*>(static_cast<T*>(x.data) + at + lane * 8) = make_uint4(0, 0, 0, 0);
+        continue;
+      }
+      for (int c = lane; c < columns; c += 32) {
+        if (which ? p.dv_is_float : p.dk_is_float)
+          static_cast<float*>(x.data)[at + c] = 0.f;
+        else
+          static_cast<T*>(x.data)[at + c] = ptx::from_float<T>(0.f);
+      }
+    }
+  }
+}
+
 }  // namespace tilewise::cuda
