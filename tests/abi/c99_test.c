@@ -22,7 +22,7 @@ PIN(dtype_numbers, TW_FLOAT32 == 0 && TW_FLOAT16 == 1 && TW_BFLOAT16 == 2 && TW_
 
 PIN(memory_use_size, sizeof(tw_memory_use) == 8 * 8);
 PIN(memory_info_size, sizeof(tw_memory_info) == 8 + 2 * 8 + 2 * 64 + 3 * 8);
-PIN(memory_options_size, sizeof(tw_memory_options) == 8 + 4 * 8);
+PIN(memory_options_size, sizeof(tw_memory_options) == 8 + 6 * 8);
 PIN(model_size, sizeof(tw_model) == 8 + 32 + 9 * 8);
 PIN(gpu_size, sizeof(tw_gpu) == 8 + 32 + 6 * 8);
 
