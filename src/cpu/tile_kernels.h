@@ -300,11 +300,12 @@ void gradient_tile(const GradientTile& t) {
           dp = S::mul(S::keep_bits(dp, static_cast<uint32_t>(bits >> (S::kLanes * j))), S::set1(t.keep_scale));
       V ds = S::mul(p, S::sub(dp, delta));
       if constexpr (general) {
-        // p = 0 hides whatever a masked v holds.
+        // p = 0 hides whatever a masked v holds, and a masked k (the factor of a NaN logit is NaN).
         const V hidden = S::set1(t.mark_masked ? -0.0f : 0.0f);
-        ds = S::select_equal(p, S::zero(), hidden, ds);
-        if (t.ds_logit != nullptr) S::store(t.ds_logit + r * t.ld + S::kLanes * j, ds);
+        const auto seen = [&](V x) TW_LAMBDA { return S::select_equal(p, S::zero(), hidden, x); };
+        if (t.ds_logit != nullptr) S::store(t.ds_logit + r * t.ld + S::kLanes * j, seen(ds));
         if (t.softcap_factor != nullptr) ds = S::mul(ds, S::load(t.softcap_factor + r * t.ld + S::kLanes * j));
+        ds = seen(ds);
       }
       acc[r][j] = ds;
       if constexpr (!S::kPairs) S::store(t.ds + r * t.ld_ds + S::kLanes * j, ds);

@@ -74,6 +74,15 @@ TEST(MaskedKeys, HiddenFromAllNeverLeak) {
     }
 }
 
+// NaN and inf in whole rows of k, v, q and dout: what does not see them is as if they were not there, gradients too. A softcap's
+// derivative at a NaN logit is NaN.
+TEST(MaskedKeys, NanRowsLeaveOthersAlone) {
+  for (const char* text : {"fwd f32 b=2 hq=4 hk=2 sq=70 sk=90 d=32 causal softcap=5", "fwd bf16 b=1 hq=2 sq=60 sk=80 d=16 window=10,3",
+                           "bwd f32 b=1 hq=1 sq=30 sk=1 d=8 window=-1,0 softcap=1", "bwd f32 b=2 hq=4 hk=2 sq=70 sk=90 d=32 causal softcap=5",
+                           "bwd bf16 b=2 hq=4 hk=2 sq=70 sk=90 d=32 causal softcap=5", "bwd f16 b=1 hq=2 sq=60 sk=80 d=16 window=10,3"})
+    for (const std::string& row : rows_for(std::string(text))) expect_check({.problem = text, .kernel = row, .nan_rows = true});
+}
+
 // A NaN in a key reaches the rows that see it, and no other: causal and window put it behind the diagonal of most rows.
 TEST(MaskedKeys, NanReachesItsRowsOnly) {
   for (const char* text : {"fwd f32 b=1 hq=2 sq=70 sk=70 d=16 causal", "fwd bf16 b=1 hq=2 sq=130 sk=150 d=32 window=10,5",

@@ -27,7 +27,8 @@ struct Draw {  // a problem and how to try it
 };
 
 std::ostream& operator<<(std::ostream& out, const Draw& draw) {
-  return out << "\"" << draw.problem << "\" " << input_kind_name(draw.kind) << " " << layout_name(draw.layout) << " seed " << draw.seed;
+  return out << "\"" << draw.problem << "\" " << input_kind_name(draw.kind) << " " << layout_name(draw.layout) << " seed " << draw.seed
+             << " threads " << draw.threads << (draw.float32_outputs ? ", float32 outputs" : "");
 }
 
 rc::Gen<Draw> any_draw() {
@@ -56,7 +57,8 @@ TEST(Property, EveryRowOnRandomProblems) {
     RC_ASSERT(parse_problem(draw.problem, &problem, &error));
     ++problems;
     for (const std::string& row : rows_for(problem)) {
-      CheckRequest request{draw.problem, row, draw.kind, draw.seed, draw.layout, draw.threads, draw.float32_outputs, false, true};
+      CheckRequest request{.problem = draw.problem, .kernel = row, .input = draw.kind, .seed = draw.seed, .layout = draw.layout, .threads = draw.threads};
+      request.float32_outputs = draw.float32_outputs;
       const CheckResult result = check(request);
       if (!result.ok && !result.refused) RC_LOG() << to_text(result);
       RC_ASSERT(result.ok || result.refused);
