@@ -324,7 +324,7 @@ struct ForwardKernel {
             }
           }
         }
-        const bool empty = !used || (reference == kMinusInf && !isnan(sum));  // a row may see keys whose logits are all NaN
+        const bool empty = !used || (reference == kMinusInf && sum == 0.f);  // a row may see keys whose logits are all NaN
         // A row that saw no key has sum 0 and, with a sink, reference sink: o = 0 either way.
         const float inverse = empty ? 0.f : factor * scale_down / sum;
         const float lse = empty ? kMinusInf : reference + logf(sum);
