@@ -71,21 +71,18 @@ int64_t elements(const tw_tensor& tensor) {
   return count;
 }
 
-// Memory for a tensor of the same shape, contiguous, not touched before the library does.
-struct Fresh {
-  tw_tensor tensor{};
-  std::unique_ptr<void, decltype(&std::free)> memory{nullptr, &std::free};
-
-  explicit Fresh(const tw_tensor* like) {
-    if (like == nullptr) return;
-    int64_t n[TW_MAX_DIMS] = {1, 1, 1, 1}, count = 1;
-    for (int32_t dim = 0; dim < like->ndim; ++dim) count *= n[dim] = like->shape[dim];
-    memory.reset(std::aligned_alloc(
-        64, static_cast<size_t>(std::max<int64_t>((count * dtype_size(like->dtype) + 63) / 64 * 64, 64))));
-    if (!memory) throw std::bad_alloc();
-    tensor = tw_tensor_contiguous(memory.get(), static_cast<tw_dtype>(like->dtype), like->ndim, n[0], n[1], n[2], n[3]);
+// Not touched before the library does.
+class FreshPages {
+ public:
+  explicit FreshPages(size_t bytes) : bytes_(bytes), data_(std::aligned_alloc(64, std::max<size_t>((bytes + 63) / 64 * 64, 64)), &std::free) {
+    if (!data_) throw std::bad_alloc();
   }
-  tw_tensor* get() { return memory ? &tensor : nullptr; }
+  void* data() const { return data_.get(); }
+  void fill(int byte) { std::memset(data(), byte, bytes_); }
+
+ private:
+  size_t bytes_;
+  std::unique_ptr<void, decltype(&std::free)> data_;
 };
 
 tw_problem forward_of(const harness::Inputs& inputs) {
@@ -121,19 +118,7 @@ int64_t measure_tilewise(const tw_problem& problem, bool backward, const tw_targ
   const auto inputs = verify_inputs(problem);
   const tw_tensors given = inputs->tensors();
   const tw_problem forward = forward_of(*inputs);
-  const PeakMemory peak;
-  Fresh o(given.o), lse(given.lse);
-  tw_tensors t = given;
-  t.o = o.get(), t.lse = lse.get();
-  const tw_tensors first = harness::without_gradients(t);
-  detail::require(tw_forward(&forward, &first, &target, nullptr));
-  if (!backward) return peak.growth();
-  Fresh dout(given.dout), dq(given.dq), dk(given.dk), dv(given.dv), dbias(given.dbias);
-  std::memset(dout.tensor.data, 0x3c, static_cast<size_t>(elements(dout.tensor) * dtype_size(dout.tensor.dtype)));
-  t.dout = dout.get(), t.dq = dq.get(), t.dk = dk.get(), t.dv = dv.get();
-  if (given.dbias != nullptr) t.dbias = dbias.get();
-  detail::require(tw_backward(&problem, &t, &target, nullptr));
-  return peak.growth();
+  return measure_passes<PeakMemory, FreshPages>(problem, forward, given, given, backward, target);
 }
 
 // Standard attention has to be attention: its o against Tilewise's.

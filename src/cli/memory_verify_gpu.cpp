@@ -2,50 +2,9 @@
 #include <algorithm>
 
 #include "cli/memory_verify.h"
-#include "core/dtype.h"
 #include "harness/gpu.h"
 
 namespace tilewise::cli {
-namespace {
-
-// Memory for a tensor of the same shape, contiguous.
-struct Fresh {
-  tw_tensor tensor{};
-  harness::GpuPoolMemory memory;
-
-  static size_t bytes(const tw_tensor* like) {
-    int64_t count = like != nullptr ? dtype_size(like->dtype) : 0;
-    for (int32_t dim = 0; like != nullptr && dim < like->ndim; ++dim) count *= like->shape[dim];
-    return static_cast<size_t>(count);
-  }
-  explicit Fresh(const tw_tensor* like) : memory(bytes(like)) {
-    if (like == nullptr) return;
-    int64_t n[TW_MAX_DIMS] = {1, 1, 1, 1};
-    std::copy_n(like->shape, like->ndim, n);
-    tensor = tw_tensor_contiguous(memory.data(), static_cast<tw_dtype>(like->dtype), like->ndim, n[0], n[1], n[2], n[3]);
-    tensor.device = TW_CUDA;
-  }
-  tw_tensor* get() { return tensor.ndim > 0 ? &tensor : nullptr; }
-};
-
-// Bytes above q, k and v at the worst moment of the forward pass, or of both.
-int64_t measure(const tw_problem& problem, const tw_problem& forward, const tw_tensors& host, const tw_tensors& device, bool backward,
-                const tw_target& target) {
-  const harness::GpuPeakMemory peak;
-  Fresh o(host.o), lse(host.lse);
-  tw_tensors t = device;
-  t.o = o.get(), t.lse = lse.get();
-  const tw_tensors first = harness::without_gradients(t);
-  detail::require(tw_forward(&forward, &first, &target, nullptr));
-  if (!backward) return peak.growth();
-  Fresh dout(host.dout), dq(host.dq), dk(host.dk), dv(host.dv), dbias(host.dbias);
-  dout.memory.upload(host.dout->data);
-  t.dout = dout.get(), t.dq = dq.get(), t.dk = dk.get(), t.dv = dv.get(), t.dbias = dbias.get();
-  detail::require(tw_backward(&problem, &t, &target, nullptr));
-  return peak.growth();
-}
-
-}  // namespace
 
 std::vector<MemoryCheck> verify_memory_on_gpu(const Problem& problem) {
   const tw_problem& p = problem.c();
@@ -67,9 +26,11 @@ std::vector<MemoryCheck> verify_memory_on_gpu(const Problem& problem) {
   for (const bool backward : {false, true}) {
     if (backward && p.pass == TW_FORWARD) continue;
     const int64_t predicted = backward ? std::max(info.tiled.peak_forward, info.tiled.peak_backward) : info.tiled.peak_forward;
-    measure(p, forward, host, device, backward, where);  // kernels are loaded when they first run
-    checks.push_back({problem.text(), "tilewise", backward ? "backward" : "forward", predicted,
-                      measure(p, forward, host, device, backward, where)});
+    const auto measure = [&] {
+      return measure_passes<harness::GpuPeakMemory, harness::GpuPoolMemory>(p, forward, host, device, backward, where);
+    };
+    measure();  // kernels are loaded when they first run
+    checks.push_back({problem.text(), "tilewise", backward ? "backward" : "forward", predicted, measure()});
   }
   return checks;
 }

@@ -8,13 +8,13 @@
 #include "core/validate.h"
 
 namespace tilewise {
-namespace {
-
 std::string list_text(const int64_t* values, int32_t count) {
   std::string text = "[";
   for (int32_t n = 0; n < count; ++n) text += concat(n ? ", " : "", values[n]);
   return text + "]";
 }
+
+namespace {
 
 // What a tensor must be, besides its shape.
 struct Rule {

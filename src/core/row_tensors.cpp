@@ -3,18 +3,9 @@
 #include <algorithm>
 
 #include "core/dtype.h"
+#include "core/validate.h"
 
 namespace tilewise {
-namespace {
-
-std::string shape_text(const int64_t* shape, int ndim) {
-  std::string text = "[";
-  for (int n = 0; n < ndim; ++n) text += concat(n ? ", " : "", shape[n]);
-  return text + "]";
-}
-
-}  // namespace
-
 Status check_row_tensor(const char* name, const tw_tensor& x, const RowTensorRule& rule) {
   if (rule.device == TW_CPU && x.device != TW_CPU) return invalid(name, ": device ", x.device, ", must be on the CPU (0)");
   if (x.device != rule.device || x.device_index != rule.device_index)
@@ -25,15 +16,15 @@ Status check_row_tensor(const char* name, const tw_tensor& x, const RowTensorRul
   if (x.ndim < 1 || x.ndim > TW_MAX_DIMS) return invalid(name, ": ndim ", x.ndim, ", must be 1 to ", TW_MAX_DIMS);
   bool any = true;  // elements
   for (int n = 0; n < x.ndim; ++n) {
-    if (x.shape[n] < 0) return invalid(name, ": shape ", shape_text(x.shape, x.ndim), ", must not be negative");
+    if (x.shape[n] < 0) return invalid(name, ": shape ", list_text(x.shape, x.ndim), ", must not be negative");
     any &= x.shape[n] != 0;
   }
-  if (any && x.data == nullptr) return invalid(name, ": data is NULL, must point to ", shape_text(x.shape, x.ndim));
+  if (any && x.data == nullptr) return invalid(name, ": data is NULL, must point to ", list_text(x.shape, x.ndim));
   for (int n = 0; n < x.ndim; ++n)
     if (any && rule.output && x.shape[n] > 1 && x.stride[n] == 0)
       return invalid(name, ": stride 0 in dimension ", n, " of ", x.shape[n], " elements, must not be 0 in an output");
   if (rule.shape != nullptr && (x.ndim != rule.ndim || !std::equal(rule.shape, rule.shape + rule.ndim, x.shape)))
-    return invalid(name, ": shape ", shape_text(x.shape, x.ndim), ", must be ", shape_text(rule.shape, rule.ndim));
+    return invalid(name, ": shape ", list_text(x.shape, x.ndim), ", must be ", list_text(rule.shape, rule.ndim));
   return Status();
 }
 

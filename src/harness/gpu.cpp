@@ -85,7 +85,9 @@ GpuPoolMemory::GpuPoolMemory(size_t bytes) : bytes_(bytes) {
 GpuPoolMemory::~GpuPoolMemory() {
   if (data_ != nullptr) cudaFreeAsync(data_, nullptr);
 }
-void GpuPoolMemory::upload(const void* from) const { must(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice), "copy to the GPU"); }
+void GpuPoolMemory::fill(int byte) const {
+  if (bytes_ > 0) must(cudaMemset(data_, byte, bytes_), "cudaMemset");
+}
 
 GpuPeakMemory::GpuPeakMemory() {
   must(cudaDeviceSynchronize(), "kernel");
@@ -126,7 +128,7 @@ void GpuMemory::upload(const void*) const { no_cuda(); }
 void GpuMemory::download(void*) const { no_cuda(); }
 GpuPoolMemory::GpuPoolMemory(size_t bytes) : bytes_(bytes) { no_cuda(); }
 GpuPoolMemory::~GpuPoolMemory() = default;
-void GpuPoolMemory::upload(const void*) const { no_cuda(); }
+void GpuPoolMemory::fill(int) const { no_cuda(); }
 GpuPeakMemory::GpuPeakMemory() { no_cuda(); }
 int64_t GpuPeakMemory::growth() const { no_cuda(); }
 tw_status run_on_gpu(const tw_plan*, const tw_tensors&, const GpuWorkspace&, int, double*) { no_cuda(); }

@@ -40,7 +40,7 @@ class GpuPoolMemory {
   GpuPoolMemory(const GpuPoolMemory&) = delete;
   GpuPoolMemory& operator=(const GpuPoolMemory&) = delete;
   void* data() const { return data_; }
-  void upload(const void* from) const;
+  void fill(int byte) const;
 
  private:
   void* data_ = nullptr;

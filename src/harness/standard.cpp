@@ -235,20 +235,15 @@ class Standard {
   void forward(int64_t b, int64_t h) {
     Real max = kNone;
     Matrix row(static_cast<size_t>(dv));
-    const double most_v = largest(v);
     for (int64_t i = 0; i < sq; ++i) {
       std::fill(row.begin(), row.end(), 0);
-      double squares = 0;
       for (int64_t j = 0; j < sk; ++j) {
         const auto n = static_cast<size_t>(i * sk + j);
         if (!seen[n]) continue;
         if (exact[n] > max || std::isnan(exact[n])) max = exact[n];
         if (lse[static_cast<size_t>(i)] == kNone) continue;
-        const Real weight = rounded(probability[n] * kept(b, h, i, j));
-        squares += static_cast<double>(weight * weight);
-        axpy(weight, &v[static_cast<size_t>(j * dv)], row.data(), dv);
+        axpy(rounded(probability[n] * kept(b, h, i, j)), &v[static_cast<size_t>(j * dv)], row.data(), dv);
       }
-      raise(&out.spread.o, std::sqrt(squares) * most_v);
       std::copy(row.begin(), row.end(), &out.o[static_cast<size_t>(in.q_row(b, i, h) * dv)]);
       if (!out.lse.empty()) out.lse[static_cast<size_t>(in.lse_index(b, i, h))] = static_cast<double>(lse[static_cast<size_t>(i)]);
     }
@@ -278,9 +273,9 @@ class Standard {
     }
     const Matrix dp = multiply_transposed(dout, v, sq, sk, dv);
     // Sums of |dS| and of P by row and by key, the latter over the whole group of query heads.
-    std::vector<double> row_terms(static_cast<size_t>(sq), 0), row_squares = row_terms;
+    std::vector<double> row_terms(static_cast<size_t>(sq), 0);
     if (h % (p.num_heads_q / p.num_heads_k) == 0)
-      for (auto* sums : {&key_terms, &key_weights, &key_squares, &key_weight_squares}) sums->assign(static_cast<size_t>(sk), 0);
+      key_terms.assign(static_cast<size_t>(sk), 0), key_weights.assign(static_cast<size_t>(sk), 0);
     if (bias_terms.empty()) bias_terms.assign(out.dbias.size(), 0);
     if (alibi_terms.empty()) alibi_terms.assign(out.dalibi.size(), 0);
     if (sink_terms.empty()) sink_terms.assign(out.dsink.size(), 0);
@@ -297,9 +292,7 @@ class Standard {
         const double term = static_cast<double>(weight) *
                             (std::abs(static_cast<double>(dp[n] * keep)) + delta_terms[static_cast<size_t>(i)]);
         row_terms[static_cast<size_t>(i)] += term, key_terms[static_cast<size_t>(j)] += term;
-        row_squares[static_cast<size_t>(i)] += term * term, key_squares[static_cast<size_t>(j)] += term * term;
-        const auto kept_weight = static_cast<double>(weight * keep);
-        key_weights[static_cast<size_t>(j)] += kept_weight, key_weight_squares[static_cast<size_t>(j)] += kept_weight * kept_weight;
+        key_weights[static_cast<size_t>(j)] += static_cast<double>(weight * keep);
         if (!out.dbias.empty()) {
           const auto at = static_cast<size_t>(in.bias_index(b, h, i, j));
           out.dbias[at] += static_cast<double>(ds), bias_terms[at] += term;
@@ -325,9 +318,6 @@ class Standard {
     for (double terms : row_terms) raise(&out.magnitude.dq, terms * most_k);
     for (double terms : key_terms) raise(&out.magnitude.dk, terms * most_q);
     for (double weights : key_weights) raise(&out.magnitude.dv, weights * most_dout);
-    for (double squares : row_squares) raise(&out.spread.dq, std::sqrt(squares) * most_k);
-    for (double squares : key_squares) raise(&out.spread.dk, std::sqrt(squares) * most_q);
-    for (double squares : key_weight_squares) raise(&out.spread.dv, std::sqrt(squares) * most_dout);
     for (double terms : bias_terms) raise(&out.magnitude.dbias, terms);
     for (double terms : alibi_terms) raise(&out.magnitude.dalibi, terms);
     for (double terms : sink_terms) raise(&out.magnitude.dsink, terms);
@@ -361,7 +351,7 @@ class Standard {
   int64_t sq = 0, sk = 0;
   Matrix q, k, v, s, exact, slope_of_cap, probability, lse;
   std::vector<bool> seen;
-  std::vector<double> key_terms, key_weights, key_squares, key_weight_squares, bias_terms, alibi_terms, sink_terms;
+  std::vector<double> key_terms, key_weights, bias_terms, alibi_terms, sink_terms;
 };
 
 }  // namespace
@@ -381,14 +371,14 @@ const std::vector<double>* StandardResult::output(const std::string& name) const
   return const_cast<StandardResult*>(this)->output(name);
 }
 
-double StandardResult::find(const Magnitudes& of, const std::string& name) {
-  return name == "o"        ? of.o
-         : name == "dq"     ? of.dq
-         : name == "dk"     ? of.dk
-         : name == "dv"     ? of.dv
-         : name == "dbias"  ? of.dbias
-         : name == "dalibi" ? of.dalibi
-         : name == "dsink"  ? of.dsink
+double StandardResult::magnitude_of(const std::string& name) const {
+  return name == "o"        ? magnitude.o
+         : name == "dq"     ? magnitude.dq
+         : name == "dk"     ? magnitude.dk
+         : name == "dv"     ? magnitude.dv
+         : name == "dbias"  ? magnitude.dbias
+         : name == "dalibi" ? magnitude.dalibi
+         : name == "dsink"  ? magnitude.dsink
                             : 0;
 }
 

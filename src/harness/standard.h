@@ -28,15 +28,10 @@ struct StandardResult {  // row-major in the tensors' own shapes; empty where th
   struct Magnitudes {      // largest sum of absolute terms of an element of each output
     double o = 0, dq = 0, dk = 0, dv = 0, dbias = 0, dalibi = 0, dsink = 0;
   } magnitude;
-  Magnitudes spread;  // the same of the root of the sum of squared terms: what independent roundings of the terms add up to
 
   const std::vector<double>* output(const std::string& name) const;  // nullptr if there is no such name
   std::vector<double>* output(const std::string& name);
-  double magnitude_of(const std::string& name) const { return find(magnitude, name); }  // 0 for outputs that have none
-  double spread_of(const std::string& name) const { return find(spread, name); }        // likewise
-
- private:
-  static double find(const Magnitudes& of, const std::string& name);
+  double magnitude_of(const std::string& name) const;  // 0 for outputs that have none
 };
 
 // Outputs are rounded to the dtypes of the inputs' output buffers, except by the oracle. lse is never the poorer for the
