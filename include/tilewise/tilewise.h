@@ -207,7 +207,7 @@ typedef struct tw_problem {
   int32_t deterministic;      /* bit-identical gradients from run to run. Always true on the CPU */
   int32_t batch_invariant;    /* a sequence's result does not depend on what else is in the batch */
   int32_t num_splits;         /* partitions of the keys, merged by their lse; 0 = the plan decides */
-  int32_t sm_margin;          /* CUDA: multiprocessors left free */
+  int32_t sm_margin;          /* CUDA: multiprocessors left free, by rows whose blocks stay on one (not the _sm80 ones) */
 
   /* Shapes: filled in by tw_describe from the tensors; 0 = not given. */
   int32_t dtype;    /* tw_dtype of q, k, v */

@@ -84,8 +84,7 @@ struct Workspace {
     delta = take(true, rows);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim);
     ticket = take(p.deterministic, 1);
-    turn = take(p.deterministic,
-                p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * config.num_warps);
+    turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m));
     dalibi_parts = take(has(p, TW_HAS_DALIBI), p.batch * p.num_heads_q * key_blocks);
     dbias_sum = take(has(p, TW_HAS_DBIAS), 2 * bias_size(p));
     dbias_flags = take(has(p, TW_HAS_DBIAS), ceil_div(bias_size(p), 32) + 3);
@@ -187,7 +186,7 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
   if (params.deterministic) {
     params.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
     params.turn = reinterpret_cast<int32_t*>(base + layout.turn);
-    params.turns_per_block = config.num_warps;
+    params.turns_per_block = 1;
     params.block_m = config.block_m;
   }
   if (t.dalibi) params.dalibi_parts = floats(layout.dalibi_parts);

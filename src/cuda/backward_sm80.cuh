@@ -13,6 +13,7 @@
 #include "cuda/backward_pre.cuh"
 #include "cuda/config_sm80.h"
 #include "cuda/params.h"
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/element.cuh"
@@ -36,15 +37,19 @@ struct BackwardKernel {
   static constexpr int kSteps = C.head_dim / 16;
   static constexpr bool kWide = sizeof(T) == 4;  // float32: long steps that need registers, so fewer of them at once
   static constexpr int kUnroll = kWide ? 1 : kSteps;
-  static constexpr int kQueryGroups = kBlockM / 16;      // of dQ: warps = query groups x column parts
-  static constexpr int kQueryParts = C.num_warps / kQueryGroups;
-  static constexpr int kDQ = C.head_dim / 8 / kQueryParts;  // n8 tiles of dQ per warp
+  // dQ: warps = query groups x column parts. Two groups of 16 queries a warp read less from shared memory than one, if enough
+  // columns are left to it.
+  static constexpr int dq_columns(int row_groups) { return C.head_dim / 8 * (kBlockM / 16 / row_groups) / C.num_warps; }
+  static constexpr int kDqM = sizeof(T) == 2 && dq_columns(2) % 2 == 0 && dq_columns(2) >= 4 ? 2 : 1;
+  static constexpr int kQueryGroups = kBlockM / 16 / kDqM;
+  static constexpr int kDQ = dq_columns(kDqM);  // n8 tiles of dQ per warp
   static constexpr int kPartDQ = kWide && kDQ % 4 == 0 ? 4 : kDQ;  // of them at a time
   static_assert(kDQ % 2 == 0 && kN % 2 == 0 && kD % 2 == 0);
   using KCopy = TileCopy<T, kBlockN, C.head_dim, C.num_threads()>;
   using QCopy = TileCopy<T, kBlockM, C.head_dim, C.num_threads()>;
   static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));      // of a row of K, V, Q, dO
   static constexpr int kPairBytes = kBlockM * static_cast<int>(sizeof(T));     // of a row of P^T, dS^T [key, query]
+  static constexpr uint32_t kNoTurn = 0xffffffffu;  // a turn takes 32 rows or more of the sum of dQ, so 2^32 do not fit any GPU
   static constexpr int kTileQ = kBlockM * kBytes, kTileK = kBlockN * kBytes, kTilePair = kBlockN * kPairBytes;
 
   const BackwardParams& p;
@@ -239,53 +244,80 @@ struct BackwardKernel {
       }
   }
 
-  // Passes the turn on, once this warp's sums have arrived. Called an iteration later, when that costs no waiting.
-  __device__ __forceinline__ void pass_turn(int*& turn) const {
-    if (turn == nullptr) return;
-    __syncwarp();  // orders the other lanes' sums before the release, which is a fence already
-    if (lane == 0) ptx::add_release(turn, 1);
-    turn = nullptr;
+  // Passes the turn of a tile on, once the sums of all warps are under way for an iteration, so that one thread's fence finds
+  // little to wait for. After a barrier.
+  __device__ __forceinline__ void pass_turn(uint32_t turn, int n) const {
+    if (turn != kNoTurn && threadIdx.x == n % C.num_warps * 32) ptx::add_release(p.turn + turn, 1);  // its fence serves all threads before the barrier
   }
 
-  // dQ of this tile of queries, added to the float32 sum. Returns the turn to pass on, if sums are ordered.
-  __device__ __forceinline__ int* add_dq(uint32_t s_ds, uint32_t s_k, int head, int tile) const {
+  // How many key blocks add to dQ of a tile of queries before this one. With a mask to the right, the tile's last block comes
+  // first: it has just started there, when the blocks before it are still on their way, and nobody waits.
+  __device__ __forceinline__ int turn_of(int tile) const {
+    const int shift = s.seqlen_k - s.seqlen_q;
+    if (p.score.window_right >= 0) {
+      const int last_row = min(tile * kBlockM + kBlockM, s.seqlen_q) - 1;
+      return min(last_row + shift + p.score.window_right, s.seqlen_k - 1) / kBlockN - key_block;
+    }
+    const int first_key = p.score.window_left >= 0 ? max(0, tile * kBlockM + shift - p.score.window_left) : 0;
+    return key_block - first_key / kBlockN;
+  }
+
+  // dv += P^T dO, dk += dS^T Q for one step of queries and this warp's columns.
+  __device__ __forceinline__ static void multiply_two(float (&dv)[kM][kD][4], float (&dk)[kM][kD][4], const OperandA<T> (&p)[kM],
+                                                      const OperandA<T> (&ds)[kM], const PackedAddress<kBytes>& dout,
+                                                      const PackedAddress<kBytes>& q, int step, int column) {
+#pragma unroll
+    for (int d = 0; d < kD; d += 2) {
+      OperandB<T> b[2];
+      load_bt<T>(b, dout, step, column + d * 8);
+      multiply<T>(dv, d, p, b);
+      load_bt<T>(b, q, step, column + d * 8);
+      multiply<T>(dk, d, ds, b);
+    }
+  }
+
+  // dQ of this tile of queries, added to the float32 sum. Returns the turn to pass on, or kNoTurn if sums are not ordered.
+  __device__ __forceinline__ uint32_t add_dq(uint32_t s_ds, uint32_t s_k, int head, int tile) const {
     const int query_group = warp % kQueryGroups, part = warp / kQueryGroups;
-    const auto lane_ds = lane_address_at<T, kPairBytes>(s_ds, lane);
-    const auto lane_k = lane_address_bt<T, kBytes>(s_k, lane);
+    const auto lane_ds = packed(lane_address_at<T, kPairBytes>(s_ds, lane));
+    const auto lane_k = packed(lane_address_bt<T, kBytes>(s_k, lane));
     const int64_t padded = head * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + tile * kBlockM;
-    float* out = p.dq_sum + (padded + query_group * 16) * C.head_dim + (part * kDQ * 32 + lane) * 4;
-    int* turn = nullptr;
+    float* out = p.dq_sum + (padded + query_group * kDqM * 16) * C.head_dim + (part * kDQ * 32 + lane) * 4;
+    uint32_t turn = kNoTurn;
     int seen = 0, wanted = 0;
-    if (p.deterministic) {  // each warp has its own turns; asked for here, the answer is there after the products
-      turn = p.turn + ((static_cast<int64_t>(head) * p.sequence.batch + b) * p.num_query_blocks + tile) * C.num_warps + warp;
-      int first_block = 0;  // that sees this tile
-      if (p.score.window_left >= 0)
-        first_block = max(0, tile * kBlockM + s.seqlen_k - s.seqlen_q - p.score.window_left) / kBlockN;
-      wanted = key_block - first_block;
-      if (lane == 0) seen = ptx::load_relaxed(turn);
+    if (p.deterministic) {  // asked for here, the answer is there after the products
+      turn = (static_cast<uint32_t>(head) * p.sequence.batch + b) * p.num_query_blocks + tile;
+      wanted = turn_of(tile);
+      if (lane == 0) seen = ptx::load_relaxed(p.turn + turn);
     }
 #pragma unroll 1
     for (int first = 0; first < kDQ; first += kPartDQ, out += kPartDQ * 128) {
-      float dq[1][kPartDQ][4];
+      float dq[kDqM][kPartDQ][4];
 #pragma unroll
-      for (int n = 0; n < kPartDQ; ++n)
+      for (int m = 0; m < kDqM; ++m)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dq[0][n][e] = 0.f;
+        for (int n = 0; n < kPartDQ; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) dq[m][n][e] = 0.f;
 #pragma unroll kWide ? 1 : kBlockN / 16
       for (int step = 0; step < kBlockN / 16; ++step) {
-        OperandA<T> a[1];
-        load_at<T>(a[0], lane_ds, step, query_group);
+        OperandA<T> a[kDqM];
+#pragma unroll
+        for (int m = 0; m < kDqM; ++m) load_at<T>(a[m], lane_ds, step, query_group * kDqM + m);
         multiply_bt<T>(dq, a, lane_k, step, (part * kDQ + first) * 8);
       }
       if (p.deterministic && first == 0) {
         // Until the key blocks before this one have added theirs. No value is read that they wrote, only added to in the
         // second-level cache, so a relaxed load that finds the turn is enough; whoever has to wait acquires.
         if (lane == 0)
-          while (seen != wanted) seen = ptx::load_acquire(turn);
+          while (seen != wanted) seen = ptx::load_acquire(p.turn + turn);
         __syncwarp();
       }
 #pragma unroll
-      for (int n = 0; n < kPartDQ; ++n) ptx::add_global(out + n * 128, dq[0][n][0], dq[0][n][1], dq[0][n][2], dq[0][n][3]);
+      for (int m = 0; m < kDqM; ++m)
+#pragma unroll
+        for (int n = 0; n < kPartDQ; ++n)
+          ptx::add_global(out + m * 16 * C.head_dim + n * 128, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
     }
     return turn;
   }
@@ -321,8 +353,8 @@ struct BackwardKernel {
     uint32_t* const key_marks = marks;                                      // [block_n], see Nonfinite
     if (threadIdx.x < kBlockN) key_marks[threadIdx.x] = 0;
     for (int n = threadIdx.x; n < 2 * kBlockM; n += C.num_threads()) marks[kBlockN + n] = 0;
+    const uint32_t s_free = s_lse + C.num_stages * 2 * kBlockM * 4 + C.mark_bytes() + 56;  // mbarrier: dS may be written again
     __syncthreads();
-    bool bad_keys = false;
 
     float dk[kM][kD][4], dv[kM][kD][4];
 #pragma unroll
@@ -336,6 +368,7 @@ struct BackwardKernel {
     if constexpr (kGeneral || kDrops) dropout = resolve_dropout(p.score);
     const int total = group * num_tiles;
     if (total > 0) {
+      if (threadIdx.x == 0) ptx::mbarrier_init(s_free, C.num_warps);  // seen by all at the barrier before the first tile
       const int j0 = key_block * kBlockN;
       const T* k = key_rows<const T>(p.k, p.sequence, s, head_k);
       const T* v = key_rows<const T>(p.v, p.sequence, s, head_k);
@@ -349,46 +382,67 @@ struct BackwardKernel {
       load_queries(head_k * group, first_tile, s_q, s_do, s_lse);
       ptx::cp_async_commit();
 
-      const uint32_t warp_keys = warp / kSplit * kM * 16;
-      const auto lane_k = lane_address_a<T, kBytes>(s_k + warp_keys * kBytes, lane);
-      const auto lane_v = lane_address_a<T, kBytes>(s_v + warp_keys * kBytes, lane);
+      const int warp_keys = warp / kSplit * kM * 16;
+      const auto lane_k = packed(lane_address_a<T, kBytes>(s_k, lane)).moved(warp_keys, 0);
+      const auto lane_v = packed(lane_address_a<T, kBytes>(s_v, lane)).moved(warp_keys, 0);
       // Queries of [full_begin, full_end) see every key of the block.
       const Range of_last = visible_queries(p.score, min(j0 + kBlockN, s.seqlen_k) - 1, s.seqlen_q, s.seqlen_k);
       const Range of_first = visible_queries(p.score, j0, s.seqlen_q, s.seqlen_k);
       const bool block_full = j0 + kBlockN <= s.seqlen_k;
 
+      const auto is_masked = [&](int tile) {
+        const int i0 = tile * kBlockM;
+        return !block_full || i0 < of_last.begin || i0 + kBlockM > of_first.end || (kGeneral && p.score.bias != nullptr);
+      };
+      // Waits until this thread's copies are here, and clears a tile with masked pairs of inf and NaN. Before a barrier.
+      bool masked = false;
+      const auto receive = [&](int n, int tile) {
+        const uint32_t stage = C.num_stages == 2 ? n & 1 : 0;
+        ptx::cp_async_wait<0>();
+        masked = is_masked(tile);
+        bool found = false;
+        if (masked) {
+          uint32_t* const query_marks = marks + kBlockN + (n & 1) * kBlockM;  // two sets: one is cleared while one is written
+          found = QCopy::remove_nonfinite(s_q + stage * kTileQ, query_marks);
+          found |= QCopy::remove_nonfinite(s_do + stage * kTileQ, query_marks);
+        }
+        return found;
+      };
+      const auto load = [&](int n, int head, int tile) {
+        const uint32_t stage = C.num_stages == 2 ? n & 1 : 0;
+        if (n < total)
+          load_queries(head, tile, s_q + stage * kTileQ, s_do + stage * kTileQ, s_lse + stage * 2 * kBlockM * 4);
+        ptx::cp_async_commit();
+      };
+      const auto advance = [&](int& head, int& tile, int by) {  // by 0 or 1
+        tile += by;
+        // The loop, which runs once at most, is what leaves ptxas registers enough with two stages, the condition with one.
+        if constexpr (C.num_stages == 2) {
+          while (tile >= first_tile + num_tiles) tile -= num_tiles, ++head;
+        } else {
+          if (tile >= first_tile + num_tiles) tile -= num_tiles, ++head;
+        }
+      };
+
       int head = head_k * group, tile = first_tile;
       float dalibi = 0.f;
-      int* turn = nullptr;
+      uint32_t turn = kNoTurn;
+      bool bad_queries = receive(0, tile);
+      const bool bad_keys = __syncthreads_or(KCopy::remove_nonfinite(s_k, key_marks));
+      bad_queries = __syncthreads_or(bad_queries);
+      const auto load_ahead = [&](int n, int by) {
+        int next_head = head, next_tile = tile;
+        advance(next_head, next_tile, by);
+        load(n, next_head, next_tile);
+      };
+      if constexpr (C.num_stages == 2) load_ahead(1, 1);
 #pragma unroll 1
       for (int n = 0; n < total; ++n) {
         const uint32_t stage = C.num_stages == 2 ? n & 1 : 0;
         const uint32_t q_tile = s_q + stage * kTileQ, do_tile = s_do + stage * kTileQ, lse_tile = s_lse + stage * 2 * kBlockM * 4;
-        int next_head = head, next_tile = tile + 1;
-        if (next_tile == first_tile + num_tiles) next_tile = first_tile, ++next_head;
         const int i0 = tile * kBlockM;
-        bool masked = !block_full || i0 < of_last.begin || i0 + kBlockM > of_first.end;
-        if constexpr (kGeneral) masked |= p.score.bias != nullptr;
-        uint32_t* const query_marks = marks + kBlockN + (n & 1) * kBlockM;  // two sets: one is cleared while one is written
-        ptx::cp_async_wait<0>();
-        // The tile is here, and every warp is done with the last one and its dS.
-        bool bad_queries = false;
-        if (n == 0) {
-          bad_keys = __syncthreads_or(KCopy::remove_nonfinite(s_k, key_marks));
-        }
-        if (masked) {
-          bool found = QCopy::remove_nonfinite(q_tile, query_marks);
-          found |= QCopy::remove_nonfinite(do_tile, query_marks);
-          bad_queries = __syncthreads_or(found);
-        } else {
-          __syncthreads();
-        }
-        if (C.num_stages == 2 && n + 1 < total)
-          load_queries(next_head, next_tile, s_q + (stage ^ 1) * kTileQ, s_do + (stage ^ 1) * kTileQ,
-                       s_lse + (stage ^ 1) * 2 * kBlockM * 4);
-        ptx::cp_async_commit();
+        uint32_t* const query_marks = marks + kBlockN + (n & 1) * kBlockM;
 
-        const uint32_t part_rows = warp % kSplit * (kBlockM / kSplit);
         float x[kM][kN][4], dp[kM][kN][4];
 #pragma unroll
         for (int m = 0; m < kM; ++m)
@@ -396,8 +450,9 @@ struct BackwardKernel {
           for (int i = 0; i < kN; ++i)
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[m][i][e] = dp[m][i][e] = 0.f;
-        const auto lane_q = lane_address_b<T, kBytes>(q_tile + part_rows * kBytes, lane);
-        const auto lane_do = lane_address_b<T, kBytes>(do_tile + part_rows * kBytes, lane);
+        const int part = warp % kSplit;  // of the queries
+        const auto lane_q = packed(lane_address_b<T, kBytes>(q_tile, lane)).moved(part * kN * 8, 0);
+        const auto lane_do = packed(lane_address_b<T, kBytes>(do_tile, lane)).moved(part * kN * 8, 0);
 #pragma unroll kUnroll
         for (int step = 0; step < kSteps; ++step) {
           OperandA<T> a[kM];
@@ -413,7 +468,6 @@ struct BackwardKernel {
           multiply_b<T>(dp, a, lane_do, step);
         }
 
-        pass_turn(turn);
         if (bad_keys || bad_queries) restore_nonfinite(x, key_marks, query_marks);
         if constexpr (kGeneral) {
           dalibi += pointwise_general(x, dp, lse_tile, i0, head, dropout);
@@ -424,8 +478,9 @@ struct BackwardKernel {
             pointwise(x, dp, lse_tile, false, i0, head, dropout);
         }
 
-        const auto lane_do_t = lane_address_bt<T, kBytes>(do_tile, lane);
-        const auto lane_q_t = lane_address_bt<T, kBytes>(q_tile, lane);
+        const auto lane_do_t = packed(lane_address_bt<T, kBytes>(do_tile, lane));
+        const auto lane_q_t = packed(lane_address_bt<T, kBytes>(q_tile, lane));
+        if (n > 0) ptx::mbarrier_wait(s_free, (n - 1) & 1);  // every warp is done with the last dS
         if constexpr (kSplit == 1) {
 #pragma unroll
           for (int step = 0; step < kN / 2; ++step) {
@@ -440,57 +495,94 @@ struct BackwardKernel {
             operand_of<T>(a, dp, step);
             multiply_bt<T>(dk, a, lane_q_t, step);
           }
-          __syncthreads();  // dS is complete
         } else {
 #pragma unroll
           for (int step = 0; step < kN / 2; ++step) {
             store_pairs(s_p, x, step);
             store_pairs(s_ds, dp, step);
           }
-          __syncthreads();  // P and dS are complete
-          const auto lane_p = lane_address_a<T, kPairBytes>(s_p + warp_keys * kPairBytes, lane);
-          const auto lane_ds = lane_address_a<T, kPairBytes>(s_ds + warp_keys * kPairBytes, lane);
-          const int column = warp % kSplit * kD * 8;
-#pragma unroll kWide ? 1 : kBlockM / 16
-          for (int step = 0; step < kBlockM / 16; ++step) {
-            OperandA<T> a_p[kM], a_ds[kM];
+          const int column = part * kD * 8;
+          if constexpr (!kWide) {  // this warp's own queries need not wait for the others
+            auto own_do = lane_do_t.moved(part * kN * 8, 0), own_q = lane_q_t.moved(part * kN * 8, 0);
 #pragma unroll
-            for (int m = 0; m < kM; ++m) load_a<T>(a_p[m], lane_p, m * 16, step);
-            if constexpr (kWide) multiply_bt<T>(dv, a_p, lane_do_t, step, column);
+            for (int step = 0; step < kN / 2; ++step) {
+              OperandA<T> a_p[kM], a_ds[kM];
+              operand_of<T>(a_p, x, step);
+              operand_of<T>(a_ds, dp, step);
+              multiply_two(dv, dk, a_p, a_ds, own_do, own_q, step, column);
+            }
+          }
+          ptx::barrier_sync(1 + warp / kSplit, kSplit * 32);  // P and dS of these keys are complete
+          const auto lane_p = packed(lane_address_a<T, kPairBytes>(s_p, lane)).moved(warp_keys, 0);
+          const auto lane_ds = packed(lane_address_a<T, kPairBytes>(s_ds, lane)).moved(warp_keys, 0);
+          if constexpr (kWide) {
+#pragma unroll 1
+            for (int step = 0; step < kBlockM / 16; ++step) {
+              OperandA<T> a_p[kM], a_ds[kM];
 #pragma unroll
-            for (int m = 0; m < kM; ++m) load_a<T>(a_ds[m], lane_ds, m * 16, step);
-            if constexpr (kWide) {
+              for (int m = 0; m < kM; ++m) load_a<T>(a_p[m], lane_p, m * 16, step);
+              multiply_bt<T>(dv, a_p, lane_do_t, step, column);
+#pragma unroll
+              for (int m = 0; m < kM; ++m) load_a<T>(a_ds[m], lane_ds, m * 16, step);
               multiply_bt<T>(dk, a_ds, lane_q_t, step, column);
-            } else {
+            }
+          } else {
 #pragma unroll
-              for (int d = 0; d < kD; d += 2) {
-                OperandB<T> b[2];
-                load_bt<T>(b, lane_do_t, step, column + d * 8);
-                multiply<T>(dv, d, a_p, b);
-                load_bt<T>(b, lane_q_t, step, column + d * 8);
-                multiply<T>(dk, d, a_ds, b);
+            for (int other = 1; other < kSplit; ++other) {
+              const int from = part ^ other;
+              const auto other_p = lane_p.moved(0, from * kN * 8 * 2), other_ds = lane_ds.moved(0, from * kN * 8 * 2);
+              const auto other_do = lane_do_t.moved(from * kN * 8, 0), other_q = lane_q_t.moved(from * kN * 8, 0);
+#pragma unroll
+              for (int step = 0; step < kN / 2; ++step) {
+                OperandA<T> a_p[kM], a_ds[kM];
+#pragma unroll
+                for (int m = 0; m < kM; ++m) load_a<T>(a_p[m], other_p, m * 16, step);
+#pragma unroll
+                for (int m = 0; m < kM; ++m) load_a<T>(a_ds[m], other_ds, m * 16, step);
+                multiply_two(dv, dk, a_p, a_ds, other_do, other_q, step, column);
               }
             }
           }
         }
-        if constexpr (C.num_stages == 1) {
-          if constexpr (kSplit > 1) __syncthreads();  // every warp is done with Q and dO
-          if (n + 1 < total) load_queries(next_head, next_tile, s_q, s_do, s_lse);
-          ptx::cp_async_commit();
+
+        const int this_head = head, this_tile = tile;
+        const bool was_bad = bad_queries;
+        advance(head, tile, 1);
+        bad_queries = false;
+        if constexpr (C.num_stages == 2) {
+          if (n + 1 < total) bad_queries = receive(n + 1, tile);
         }
-        if (bad_queries && threadIdx.x < kBlockM) query_marks[threadIdx.x] = 0;
-        if (p.dq_sum) turn = add_dq(s_ds, s_k, head, tile);
+        // dS is complete, the next tile is here, and every warp is done with this one.
+        if (C.num_stages == 2 && masked)
+          bad_queries = __syncthreads_or(bad_queries);
+        else
+          __syncthreads();
+        load_ahead(n + C.num_stages, C.num_stages - 1);
+        pass_turn(turn, n);
+        if (was_bad && threadIdx.x < kBlockM) query_marks[threadIdx.x] = 0;
+        if (p.dq_sum) turn = add_dq(s_ds, s_k, this_head, this_tile);
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(s_free);
         if constexpr (kGeneral) {
-          if (p.dalibi_parts && next_head != head) {
-            reduce_dalibi(dalibi, head, reduction);
+          if (p.dalibi_parts && head != this_head) {
+            reduce_dalibi(dalibi, this_head, reduction);
             dalibi = 0.f;
           }
         }
-        head = next_head;
-        tile = next_tile;
+        if constexpr (C.num_stages == 1) {
+          if (n + 1 < total) {
+            bad_queries = receive(n + 1, tile);
+            if (masked)
+              bad_queries = __syncthreads_or(bad_queries);
+            else
+              __syncthreads();
+          }
+        }
       }
-      pass_turn(turn);
       ptx::cp_async_wait<0>();
+      __syncthreads();
+      pass_turn(turn, 0);
+      if (threadIdx.x == 0) ptx::mbarrier_invalidate(s_free);  // the block may take another task
     } else if (kGeneral && p.dalibi_parts) {
       for (int head = head_k * group; head < (head_k + 1) * group; ++head) reduce_dalibi(0.f, head, reduction);
     }
@@ -511,20 +603,31 @@ struct BackwardKernel {
   }
 };
 
-// Task `index`, or with ordered sums the next ticket's: key block inside key head inside batch entry (one more when keys are
-// packed); with causal masks the blocks with the most queries come first.
+// Task `index`: key block inside key head inside batch entry (one more when keys are packed); with causal masks the blocks with
+// the most queries come first. Or with ordered sums the next ticket's.
 template <BackwardConfig C>
 __device__ __forceinline__ void backward_sm80_task(const BackwardParams& p, unsigned index, unsigned char* shared) {
   using Kernel = BackwardKernel<C>;
+  unsigned key_block;
   if (p.deterministic) {  // whoever waits for a turn waits for a block that has started before
     auto* ticket = reinterpret_cast<unsigned*>(shared);
     if (threadIdx.x == 0) *ticket = atomicAdd(reinterpret_cast<unsigned*>(p.ticket), 1u);
     __syncthreads();
     index = *ticket;
     __syncthreads();
+    // Key block outside head, inside as many heads as fill the GPU: a block is behind its neighbour by the time that a turn
+    // takes, and where a head's blocks followed each other at once, those behind would wait for all before them.
+    const unsigned heads = p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k);
+    const unsigned together = max(256u / p.num_key_blocks, 1u), before = index / (together * p.num_key_blocks) * together;
+    const unsigned count = min(together, heads - before);
+    index -= before * p.num_key_blocks;
+    key_block = index / count;
+    index = before + index % count;
+    if (p.score.window_right >= 0) key_block = p.num_key_blocks - 1 - key_block;  // in the order of their turns
+  } else {
+    key_block = index % p.num_key_blocks;
+    index /= p.num_key_blocks;
   }
-  const int key_block = static_cast<int>(index % p.num_key_blocks);
-  index /= p.num_key_blocks;
   const int h = static_cast<int>(index % p.sequence.num_heads_k);
   const int b = static_cast<int>(index / p.sequence.num_heads_k);
   if (b >= p.sequence.batch) {
@@ -534,13 +637,13 @@ __device__ __forceinline__ void backward_sm80_task(const BackwardParams& p, unsi
   Kernel kernel{p};
   kernel.b = b;
   kernel.head_k = h;
-  kernel.key_block = key_block;
+  kernel.key_block = static_cast<int>(key_block);
   kernel.s = resolve(p.sequence, b);
   kernel.warp = threadIdx.x / 32;
   kernel.lane = threadIdx.x % 32;
   kernel.group = p.sequence.num_heads_q / p.sequence.num_heads_k;
   kernel.dbias_unit = Kernel::kGeneral && p.dbias.sum ? ldexpf(1.f, dbias_exponent(p.dbias, p.head_dim_v)) : 0.f;
-  const int j0 = key_block * Kernel::kBlockN;
+  const int j0 = kernel.key_block * Kernel::kBlockN;
   if (j0 < kernel.s.capacity_k || (Kernel::kGeneral && p.dalibi_parts)) {
     kernel.first_tile = kernel.num_tiles = 0;
     if (j0 < kernel.s.seqlen_k && kernel.s.seqlen_q > 0) {

@@ -47,7 +47,7 @@ struct ForwardConfig {
 // Two groups of 16 rows per warp halve the shared-memory reads of K and V per product; from d = 192 on the output of
 // two groups (2 x 96 registers) leaves no room, so eight warps of one group share a tile. Measured on an H200, 16k keys,
 // full, bf16, TFLOP/s (docs/kernels/forward_sm80.md): d 64 309 (one group 268, 128 keys 295, Q in registers 278),
-// d 128 341 (one group 291, 32 keys 337), d 256 326 (64 x 64 with four warps 312, 32 keys 264).
+// d 128 341 (one group 291, 32 keys 337), d 256 318 (32 keys 264).
 TW_HOST_DEVICE constexpr ForwardConfig forward_config(Element element, ForwardKind kind, int head_dim, bool small) {
   if (element == Element::kFloat32) {  // rows of twice the bytes, operands of three parts
     if (kind == ForwardKind::kFewRows)
@@ -61,6 +61,13 @@ TW_HOST_DEVICE constexpr ForwardConfig forward_config(Element element, ForwardKi
   if (head_dim <= 128) return {element, kind, head_dim, 128, 64, 4};
   if (head_dim <= 192 || !small) return {element, kind, head_dim, 128, 64, 8};
   return {element, kind, head_dim, 64, 64, 4};
+}
+
+// Two blocks of four warps do better than one of eight, where a multiprocessor has room for both, as on sm_90 and sm_100: their
+// barriers hold up half as much. H200, d 256: 338 TFLOP/s instead of 318. `limit`: of a block; a multiprocessor has 1 KiB more,
+// and a block takes 1 KiB more than it asks for.
+TW_HOST_DEVICE constexpr bool prefers_small(const ForwardConfig& large, const ForwardConfig& small, int limit) {
+  return element_bytes(large.element) == 2 && small.num_warps < large.num_warps && 2 * (small.shared_bytes() + 1024) <= limit + 1024;
 }
 
 enum class BackwardKind : int { kPlain, kDropout, kGeneral };  // as ForwardKind

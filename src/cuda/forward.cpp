@@ -41,10 +41,11 @@ const ForwardKernels* find_kernels(const tw_problem& p) {
   return nullptr;
 }
 
-// Which of the two shapes: the large one unless this GPU has no room for it.
+// Which of the two shapes: the large one, unless this GPU has no room for it, or for two of the small one.
 int shape_for(const ForwardKernels& kernels, ForwardKind kind, const Target& target) {
   const int limit = device_facts(target.device_index).shared_bytes_per_block;
-  return limit != 0 && kernels.config[static_cast<int>(kind)][0].shared_bytes() > limit;
+  const ForwardConfig& large = kernels.config[static_cast<int>(kind)][0];
+  return limit != 0 && (large.shared_bytes() > limit || prefers_small(large, kernels.config[static_cast<int>(kind)][1], limit));
 }
 
 const ForwardConfig& config_for(const ForwardKernels& kernels, ForwardKind kind, const Target& target) {

@@ -68,6 +68,15 @@ __device__ __forceinline__ float2 unpack<float16>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
+// 0 * x + sum of a pair of 16-bit floats, or of one float: as bits, not 0 as soon as an x was inf or NaN.
+template <class T>
+__device__ __forceinline__ uint32_t add_zero_times(uint32_t x, uint32_t sum) {
+  if constexpr (sizeof(T) == 4) asm("fma.rn.f32 %0, %1, 0f00000000, %0;" : "+r"(sum) : "r"(x));
+  else if constexpr (__is_same(T, bfloat16)) asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+  else asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(x), "r"(0));
+  return sum;
+}
+
 // True if the word, or one of its two halves, is inf or NaN: its exponent bits are all ones.
 template <class T>
 __device__ __forceinline__ bool has_nonfinite(uint32_t pair) {

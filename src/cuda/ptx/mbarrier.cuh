@@ -21,6 +21,10 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+// Its memory may serve for something else, be it a barrier.
+__device__ __forceinline__ void mbarrier_invalidate(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -42,15 +46,21 @@ __device__ __forceinline__ bool mbarrier_done(uint32_t barrier, uint32_t parity)
 // with TILEWISE_STRESS, a wait that would never end is given up: wrong results rather than a machine that hangs.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   stress();
+#if __CUDA_ARCH__ >= 900
+#define TW_MBARRIER_WAIT "try_wait"
+#else
+#define TW_MBARRIER_WAIT "test_wait"
+#endif
   asm volatile(
 #if defined(TILEWISE_STRESS)
       "{\n.reg .pred done;\n.reg .u32 tries;\nmov.u32 tries, 0;\nAGAIN:\nadd.u32 tries, tries, 1;\nsetp.gt.u32 done, tries, 200000;\n"
-      "@done bra DONE;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\nDONE:\n}"
+      "@done bra DONE;\nmbarrier." TW_MBARRIER_WAIT ".parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\nDONE:\n}"
 #else
-      "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}"
+      "{\n.reg .pred done;\nAGAIN:\nmbarrier." TW_MBARRIER_WAIT ".parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}"
 #endif
       ::"r"(barrier), "r"(parity)
       : "memory");
+#undef TW_MBARRIER_WAIT
 }
 
 // Named barriers: `threads` arrive or wait, a multiple of 32. Number 0 is __syncthreads.

@@ -29,8 +29,9 @@ struct TileCopy {
       for (int c = 0; c < kChunksPerThread; ++c) f(thread_row + pass * kRowsPerPass, thread_chunk + c * kThreadsPerRow);
   }
 
-  // Row r of the tile comes from source + r * stride, if r < rows. Needs 16-byte aligned rows. kFast: a second copy of the
-  // code for whole tiles, without bounds. Worth 5 % where registers are left (forward, d <= 128), a loss elsewhere.
+  // Row r of the tile comes from source + r * stride, if r < rows; of others nothing is read, whatever their address. Needs
+  // 16-byte aligned rows. kFast: a second copy of the code for whole tiles, without bounds. Worth 5 % where registers are
+  // left (forward, d <= 128), a loss elsewhere.
   template <bool kFast>
   static __device__ __forceinline__ void load(uint32_t tile, const T* source, int64_t stride, int rows, int cols) {
     const int thread_row = threadIdx.x / kThreadsPerRow, thread_chunk = threadIdx.x % kThreadsPerRow;
@@ -53,8 +54,7 @@ struct TileCopy {
         const int chunk = thread_chunk + c * kThreadsPerRow;
         const bool exists = row < rows && chunk * kPerChunk < cols;
         ptx::cp_async_16(tile + Layout::chunk_offset(row, chunk),
-                         exists ? thread_source + pass * kRowsPerPass * stride + c * kThreadsPerRow * kPerChunk : source,
-                         exists ? 16 : 0);
+                         thread_source + pass * kRowsPerPass * stride + c * kThreadsPerRow * kPerChunk, exists ? 16 : 0);
       }
     }
   }
@@ -100,6 +100,12 @@ struct TileCopy {
   // there was one. For tiles in which some pair is masked: 0 * NaN must not reach a row that does not see the key. Call
   // between the end of the thread's own copies and the barrier that publishes the tile.
   static __device__ __forceinline__ bool remove_nonfinite(uint32_t tile, uint32_t* marks) {
+    uint32_t sum = 0;  // of zeros of either sign: NaN as soon as one chunk is not finite
+    for_each([&](int row, int chunk) {
+      const uint4 x = ptx::load_shared_16(tile + Layout::chunk_offset(row, chunk));
+      sum = ptx::add_zero_times<T>(x.x, ptx::add_zero_times<T>(x.y, ptx::add_zero_times<T>(x.z, ptx::add_zero_times<T>(x.w, sum))));
+    });
+    if ((sum & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu)) == 0) return false;
     bool found = false;
     for_each([&](int row, int chunk) {
       const uint32_t address = tile + Layout::chunk_offset(row, chunk);

@@ -40,4 +40,30 @@ struct LaneAddress {
   }
 };
 
+// The same in one register, for tiles that start at a multiple of kGroup: the bits of the permuted chunk stand alone in the
+// address, so that one XOR reaches another chunk, and what is left is a constant. The backward kernels use so many tiles that
+// they worked their addresses out anew in every iteration otherwise.
+template <int kBytes>
+struct PackedAddress {
+  using Layout = TileLayout<kBytes>;
+  uint32_t base;
+
+  __device__ __forceinline__ explicit PackedAddress(const LaneAddress<kBytes>& from) : base(from.row + from.chunk) {}
+
+  __device__ __forceinline__ uint32_t at(int rows, int bytes) const {
+    return (base ^ bytes % Layout::kGroup) + (rows * kBytes + bytes / Layout::kGroup * Layout::kGroup);
+  }
+  // The same lane for a part of the tile; at() may then add what stays in the part.
+  __device__ __forceinline__ PackedAddress moved(int rows, int bytes) const {
+    PackedAddress result = *this;
+    result.base = at(rows, bytes);
+    return result;
+  }
+};
+
+template <int kBytes>
+__device__ __forceinline__ PackedAddress<kBytes> packed(const LaneAddress<kBytes>& from) {
+  return PackedAddress<kBytes>(from);
+}
+
 }  // namespace tilewise::cuda

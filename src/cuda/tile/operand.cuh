@@ -60,8 +60,8 @@ __device__ __forceinline__ LaneAddress<kBytes> lane_address_b(uint32_t tile, int
 }
 
 // Rows row .. row + 15, k = 16 step ..
-template <class T, int kBytes>
-__device__ __forceinline__ void load_a(OperandA<T>& a, const LaneAddress<kBytes>& from, int row, int step) {
+template <class T, class From>
+__device__ __forceinline__ void load_a(OperandA<T>& a, const From& from, int row, int step) {
   if constexpr (sizeof(T) == 4) {
     uint32_t left[4], right[4];
     ptx::ldmatrix_x4(left, from.at(row, step * 64));
@@ -77,8 +77,8 @@ __device__ __forceinline__ void load_a(OperandA<T>& a, const LaneAddress<kBytes>
 }
 
 // Two tiles of B: its columns are the rows row .. row + 15.
-template <class T, int kBytes>
-__device__ __forceinline__ void load_b(OperandB<T> (&b)[2], const LaneAddress<kBytes>& from, int row, int step) {
+template <class T, class From>
+__device__ __forceinline__ void load_b(OperandB<T> (&b)[2], const From& from, int row, int step) {
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -103,6 +103,11 @@ struct RowPair {
   __device__ __forceinline__ RowPair(uint32_t tile, int t, int chunk, int word)
       : even(tile, 2 * t, chunk, word * 4), odd(tile, 2 * t + 1, chunk, word * 4) {}
 };
+
+template <int kBytes>
+__device__ __forceinline__ const RowPair<kBytes>& packed(const RowPair<kBytes>& from) {
+  return from;
+}
 
 template <class T, int kBytes>
 __device__ __forceinline__ auto lane_address_bt(uint32_t tile, int lane) {
@@ -161,9 +166,8 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], int n, const Ope
 }
 
 // c += A B for one step, B from rows of n (first column of B: row `row`) ...
-template <class T, int kM, int kN, int kBytes>
-__device__ __forceinline__ void multiply_b(float (&c)[kM][kN][4], const OperandA<T> (&a)[kM], const LaneAddress<kBytes>& from,
-                                           int step) {
+template <class T, int kM, int kN, class From>
+__device__ __forceinline__ void multiply_b(float (&c)[kM][kN][4], const OperandA<T> (&a)[kM], const From& from, int step) {
 #pragma unroll
   for (int n = 0; n < kN; n += 2) {
     OperandB<T> b[2];
