@@ -290,3 +290,44 @@ def test_outputs_are_where_the_inputs_are():
     assert torch.equal(o, want[0]) and torch.equal(lse, want[1]) and whole.is_cpu
     for got, expected in zip(grads, torch.autograd.grad(want[0].sum() + want[1].sum(), (q, k, v))):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(torch.get_default_device().type != "cpu", reason="of the CPU, where there is something to compare with")
+def test_dense_calls_of_a_gpu(monkeypatch):
+    """`_call.run_dense`, which CUDA tensors take, with plans for the CPU: the same results bit for bit, one plan for each problem."""
+    from tilewise import _call
+    from tilewise.torch import _kind
+
+    def results(shape, **options):
+        leaves = [torch.randn(s).requires_grad_() for s in (shape, (shape[0], 29, 2, shape[3]), (shape[0], 29, 2, shape[3] + 8))]
+        o = tilewise.attention(*leaves, **options)
+        return (o.detach(),) + torch.autograd.grad(o.square().sum(), leaves) + (tilewise.attention(*[x.detach() for x in leaves], **options),)
+
+    cases = [((2, 37, 4, 16), {"causal": True}), ((1, 5, 2, 8), {"window": (3, 2)}), ((2, 37, 4, 16), {"softmax_scale": 0.3}), ((2, 37, 4, 16), {"causal": True})]
+
+    def all_results():
+        torch.manual_seed(3)
+        return [results(shape, **options) for shape, options in cases]
+
+    want = all_results()
+    plans = {}
+
+    def run(options, views, target, dout=None, grads=None):
+        def plan_of(key, describe):
+            if key not in plans:
+                plans[key] = _kind._Plan(describe(), target)
+            return plans[key]
+
+        _call.run_dense(plan_of, options, views, lambda plan: _kind._workspace(plan, torch.device("cpu")), None, dout, grads)
+
+    monkeypatch.setattr(_call, "forward_dense", lambda options, views, want_lse, target: run(options, views, target))
+    monkeypatch.setattr(_call, "backward_dense", lambda options, views, dout, grads, target: run(options, views, target, dout, grads))
+    got = all_results()
+    assert all(torch.equal(x, y) for a, b in zip(got, want) for x, y in zip(a, b))
+    assert len(plans) == 9  # forward with and without lse, and backward, of three problems
+    key = next(iter(plans))
+    wrong = plans[key]
+    monkeypatch.setattr(_call, "forward_dense", lambda options, views, want_lse, target: _call.run_dense(
+        lambda key, describe: wrong, options, views, lambda plan: _kind._workspace(plan, torch.device("cpu")), None))  # fmt: skip
+    with pytest.raises(tilewise.InvalidArgument, match="must agree"):
+        tilewise.attention(*[torch.randn(1, 3, 1, 8)] * 3)

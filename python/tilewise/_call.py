@@ -32,7 +32,7 @@ _pack_seqlens = _abi.SEQLENS.pack_into
 _NAN = math.nan
 
 NO_SEQLENS = (0, 0)
-_tw_forward, _tw_backward = lib.tw_forward, lib.tw_backward
+_tw_forward, _tw_backward, _tw_run = lib.tw_forward, lib.tw_backward, lib.tw_run
 _DOUT, _DQ = _SLOT_OFFSETS[_abi.SLOT["dout"]], _SLOT_OFFSETS[_abi.SLOT["dq"]]
 # Sets of slots: q, k, v, o; with lse; with lse, dout, dq, dk and dv.
 _QKVO, _QKVO_LSE = 15, 31
@@ -183,16 +183,24 @@ def known_options(key):
         return made
 
 
-def forward_dense(options, views, want_lse, target):
-    """tw_forward on dense CPU tensors without extras; see `Scratch.fill_dense`."""
+def _take_dense(options, views, present, dout=None, grads=None):
     try:
         scratch = _free.pop()
     except IndexError:
         scratch = Scratch()
     try:
-        scratch.fill_dense(options, views, _QKVO_LSE if want_lse else _QKVO)
+        scratch.fill_dense(options, views, present)
     except (struct.error, TypeError) as error:
         _blame(options, NO_SEQLENS, error)
+    if dout is not None:
+        _pack_tensor(scratch.buffer, _DOUT, *dout)
+        _pack_three(scratch.buffer, _DQ, *grads)
+    return scratch
+
+
+def forward_dense(options, views, want_lse, target):
+    """tw_forward on dense CPU tensors without extras; see `Scratch.fill_dense`."""
+    scratch = _take_dense(options, views, _QKVO_LSE if want_lse else _QKVO)
     status = _tw_forward(scratch.problem, scratch.tensors, target, None)
     if status:
         check(status)
@@ -201,14 +209,31 @@ def forward_dense(options, views, want_lse, target):
 
 def backward_dense(options, views, dout, grads, target):
     """tw_backward likewise: `views` of q, k, v, o and lse, `dout`, and `grads`, the views of dq, dk and dv."""
-    try:
-        scratch = _free.pop()
-    except IndexError:
-        scratch = Scratch()
-    scratch.fill_dense(options, views, _GRADIENTS)
-    _pack_tensor(scratch.buffer, _DOUT, *dout)
-    _pack_three(scratch.buffer, _DQ, *grads)
+    scratch = _take_dense(options, views, _GRADIENTS, dout, grads)
     status = _tw_backward(scratch.problem, scratch.tensors, target, None)
+    if status:
+        check(status)
+    _free.append(scratch)
+
+
+def run_dense(plan_of, options, views, workspace_of, stream, dout=None, grads=None):
+    """tw_run on dense CUDA tensors without extras: `views` of q, k, v, o and perhaps lse, and of the gradients.
+
+    `plan_of(key, describe)` gives the plan for a key of everything that a problem is made of; `describe()` makes its bytes.
+    tw_run compares the tensors with the plan's problem, so that a wrong plan is an error and no wrong result.
+    """
+    present = _GRADIENTS if dout is not None else _QKVO_LSE if len(views) == 65 else _QKVO
+    scratch = _take_dense(options, views, present, dout, grads)
+
+    def describe():
+        check(lib.tw_describe(scratch.problem, scratch.tensors, scratch.out))
+        return ctypes.string_at(scratch.out, _abi.PROBLEM.size)
+
+    # device, then dtype and shape of q, k and v
+    key = (options, present, views[3], views[1], views[5:9], views[14], views[18:22], views[27], views[31:35])
+    plan = plan_of(key, describe)
+    workspace = workspace_of(plan)
+    status = _tw_run(plan.address, scratch.tensors, workspace.data_ptr() or None, plan.workspace_bytes, stream)
     if status:
         check(status)
     _free.append(scratch)

@@ -10,7 +10,7 @@ from .. import _abi, _build, _call
 from .._frontend import Frontend, check_packed, describe, results
 from .._options import integer, window_of
 from ..errors import InvalidArgument, Unsupported
-from ._kind import CODES, kind, target
+from ._kind import CODES, kind, run_dense_on_cuda, target
 
 _frontend = Frontend(kind)
 _LOWER = (torch.float32, torch.float16, torch.bfloat16)  # what autocast casts
@@ -55,7 +55,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Dense(torch.autograd.Function):
-    """`_Attention` for dense q, k and v on the CPU and options alone: the commonest call, with the least Python."""
+    """`_Attention` for dense q, k and v and options alone: the commonest call, with the least Python."""
 
     @staticmethod
     def forward(ctx, q, k, v, options, where):
@@ -97,7 +97,7 @@ def _backward_dense(ctx, dout, dlse):
     options, where = ctx.call
     if dlse is None and dout is not None and wanted[0] and wanted[1] and wanted[2] and not torch.is_grad_enabled():
         q, k, v, o, lse = ctx.saved_tensors
-        grads = _gradients_dense(dout, q, k, v, o, lse, _call.for_backward(options), where)
+        grads = gradients_dense(dout, q, k, v, o, lse, _call.for_backward(options), where)
         if grads is not None:
             return grads
     wanted = tuple(name for name, needed in zip(("dq", "dk", "dv"), wanted) if needed)
@@ -131,13 +131,15 @@ class _Once(torch.autograd.Function):
 
 
 def rows(x):
-    """`view` of a float tensor [.., .., .., d] on the CPU whose last dimension is contiguous, else None."""
+    """`view` of a float tensor [.., .., .., d] whose last dimension is contiguous, else None."""
     code = CODES.get(x.dtype)
     a, b, c, d = x.shape
     e, f, g, h = x.stride()
     if code is None or (h != 1 and d > 1) or x.is_neg():
         return None
-    return (x.data_ptr(), code, 0, 0, 4, a, b, c, d, e, f, g, 1)
+    index = x.get_device()  # -1 on the CPU
+    device, index = (_abi.CPU, 0) if index < 0 else (_abi.CUDA, index)
+    return (x.data_ptr(), code, device, index, 4, a, b, c, d, e, f, g, 1)
 
 
 def forward_dense(q, k, v, options, where, want_lse):
@@ -145,38 +147,45 @@ def forward_dense(q, k, v, options, where, want_lse):
     q_view, k_view, v_view = rows(q), rows(k), rows(v)
     if q_view is None or k_view is None or v_view is None:
         return _build.forward(kind, q, k, v, (), options, _call.NO_SEQLENS, where, want_lse=want_lse)[:2]
-    _, code, _, _, _, b, sq, hq, d, q0, q1, q2, _ = q_view
+    _, code, device, index, _, b, sq, hq, d, q0, q1, q2, _ = q_view
     dv = v_view[8]
     o1 = hq * dv
     o0 = sq * o1
     if q2 == dv == d and q1 == o1 and q0 == o0:
-        o = _empty_like(q)  # half the time of new_empty, which unlike torch.empty knows no default device
+        o = _empty_like(q)  # half the time of new_empty
     else:
         o = q.new_empty((b, sq, hq, dv))
-    views = (*q_view, *k_view, *v_view, o.data_ptr(), code, 0, 0, 4, b, sq, hq, dv, o0, o1, dv, 1)
-    if not want_lse:
-        _call.forward_dense(options, views, False, where)
-        return o, None
-    lse = q.new_empty((b, hq, sq), dtype=_float32)
-    _call.forward_dense(options, (*views, lse.data_ptr(), 0, 0, 0, 3, b, hq, sq, 0, hq * sq, sq, 1, 0), True, where)
+    views = (*q_view, *k_view, *v_view, o.data_ptr(), code, device, index, 4, b, sq, hq, dv, o0, o1, dv, 1)
+    lse = None
+    if want_lse:
+        lse = q.new_empty((b, hq, sq), dtype=_float32)
+        views = (*views, lse.data_ptr(), 0, device, index, 3, b, hq, sq, 0, hq * sq, sq, 1, 0)
+    if device == _abi.CUDA:
+        run_dense_on_cuda(options, views, where, q.device)
+    else:
+        _call.forward_dense(options, views, want_lse, where)
     return o, lse
 
 
-def _gradients_dense(dout, q, k, v, o, lse, options, where):
+def gradients_dense(dout, q, k, v, o, lse, options, where):
     """(dq, dk, dv, None, None), or None for tensors that need more care (saved-tensor hooks may have changed them)."""
     views = [rows(x) for x in (dout, q, k, v, o)]
-    if None in views or not lse.is_contiguous() or not dout.is_cpu:
+    if None in views or not lse.is_contiguous() or dout.get_device() != q.get_device():
         return None
     dout_view, q_view, k_view, v_view, o_view = views
     grads, grad_views = [], []
     for x, x_view in ((q, q_view), (k, k_view), (v, v_view)):
-        _, code, _, _, _, b, s, h, d, _, _, _, _ = x_view
+        _, code, device, index, _, b, s, h, d, _, _, _, _ = x_view
         grad = _empty_like(x) if x.is_contiguous() else x.new_empty((b, s, h, d))
         grads.append(grad)
-        grad_views += (grad.data_ptr(), code, 0, 0, 4, b, s, h, d, s * h * d, h * d, d, 1)
+        grad_views += (grad.data_ptr(), code, device, index, 4, b, s, h, d, s * h * d, h * d, d, 1)
     b, hq, sq = lse.shape
-    lse_view = (lse.data_ptr(), 0, 0, 0, 3, b, hq, sq, 0, hq * sq, sq, 1, 0)
-    _call.backward_dense(options, (*q_view, *k_view, *v_view, *o_view, *lse_view), dout_view, grad_views, where)
+    lse_view = (lse.data_ptr(), 0, device, index, 3, b, hq, sq, 0, hq * sq, sq, 1, 0)
+    views = (*q_view, *k_view, *v_view, *o_view, *lse_view)
+    if device == _abi.CUDA:
+        run_dense_on_cuda(options, views, where, q.device, dout_view, grad_views)
+    else:
+        _call.backward_dense(options, views, dout_view, grad_views, where)
     return (*grads, None, None)
 
 
@@ -214,6 +223,22 @@ def refuse_transforms(name):
     """For functions without a rule for torch.func: refuses them by name under a transform."""
     if not _is_compiling() and (_transforms_active() or _forward_ad._current_level >= 0):
         raise Unsupported("tilewise.%s is not available under torch.func transforms and forward-mode derivatives" % name)
+
+
+def _one_device(q, k, v):
+    """Are all three on the CPU, or on one GPU, and in the dtype that autocast wants there?"""
+    if q.is_cpu:
+        if not (k.is_cpu and v.is_cpu):
+            return False
+        device = "cpu"
+    elif q.is_cuda and q.get_device() == k.get_device() == v.get_device():
+        device = "cuda"
+    else:
+        return False
+    if not _autocast_enabled(device):
+        return True
+    dtype = torch.get_autocast_dtype(device)
+    return q.dtype is dtype and k.dtype is dtype and v.dtype is dtype
 
 
 def autocast(q, k, v):
@@ -311,11 +336,10 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     """`tilewise.attention` for torch tensors."""
     if (
         not _is_compiling() and type(q) in _tensors and type(k) in _tensors and type(v) in _tensors
-        and q.dim() == k.dim() == v.dim() == 4 and q.is_cpu and k.is_cpu and v.is_cpu and bias is None
+        and q.dim() == k.dim() == v.dim() == 4 and _one_device(q, k, v) and bias is None
         and alibi_slopes is None and sinks is None and dropout_p == 0 and rng_state is None and seqused_q is None
         and seqused_k is None and not return_max_logit and not return_dropout_mask and out is None
         and not (_transforms_active() or _dispatch_modes()) and _forward_ad._current_level < 0
-        and not _autocast_enabled("cpu")
     ):  # fmt: skip
         options = _call.known_options(
             (causal, window, softmax_scale, softcap, deterministic, batch_invariant, num_splits, sm_margin)

@@ -167,32 +167,47 @@ class _Plan:
 
 _MAX_PLANS = 1024  # a few hundred bytes each; problems beyond (ever new lengths or seeds) push the oldest out
 _plans = {}  # (problem, target) -> _Plan
+_dense_plans = {}  # (what makes a dense problem, target) -> _Plan: the same plans, found without tw_describe
+_plans_lock = threading.Lock()
+
+
+def _keep(table, key, plan):
+    with _plans_lock:
+        while len(table) >= _MAX_PLANS:
+            del table[next(iter(table))]
+        table[key] = plan
+    return plan
 
 
 def _plan(problem, target):
     key = (problem, target)
-    found = _plans.get(key)
-    if found is None:
-        found = _Plan(problem, target)
-        with _plans_lock:
-            while len(_plans) >= _MAX_PLANS:
-                del _plans[next(iter(_plans))]
-            _plans[key] = found
-    return found
+    return _plans.get(key) or _keep(_plans, key, _Plan(problem, target))
 
 
-_plans_lock = threading.Lock()
+# The stream's number without an object around it: 3 us less. The library makes the tensors' device the current one itself.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda index: torch.cuda.current_stream(index).cuda_stream)
+
+
+def _workspace(plan, device):
+    # torch's blocks are 512-byte aligned, the library asks for 64. Freed at once and reused in stream order.
+    return torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
 
 
 def _run_on_cuda(options, views, seqlens, target):
     index = views[0][1][3]
-    with torch.cuda.device(index):
-        problem = _call.describe(options, views, seqlens)
-        plan = _plan(problem, _call.on_device(target, index))
-        # torch's blocks are 512-byte aligned, the library asks for 64. Freed at once and reused in stream order.
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=torch.device("cuda", index))
-        stream = torch.cuda.current_stream(index).cuda_stream
-        _call.run(plan.address, options, views, seqlens, workspace.data_ptr() or None, plan.workspace_bytes, stream)
+    plan = _plan(_call.describe(options, views, seqlens), _call.on_device(target, index))
+    workspace = _workspace(plan, torch.device("cuda", index))
+    _call.run(plan.address, options, views, seqlens, workspace.data_ptr() or None, plan.workspace_bytes, _raw_stream(index))
+
+
+def run_dense_on_cuda(options, views, target, device, dout=None, grads=None):
+    """The commonest call, dense tensors and options alone; see `_call.run_dense`."""
+
+    def plan_of(key, describe):
+        key = (key, target)
+        return _dense_plans.get(key) or _keep(_dense_plans, key, _plan(describe(), _call.on_device(target, device.index)))
+
+    _call.run_dense(plan_of, options, views, lambda plan: _workspace(plan, device), _raw_stream(device.index), dout, grads)
 
 
 kind = TorchKind()

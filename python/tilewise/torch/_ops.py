@@ -15,7 +15,7 @@ import torch
 from .. import _abi, _build, _call
 from ..errors import Unsupported
 from . import _transforms
-from ._attention import forward_dense
+from ._attention import forward_dense, gradients_dense
 from ._kind import kind, target
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "rng_state")
@@ -27,6 +27,7 @@ _OPTIONS = (
     "bool batch_invariant, int num_splits, int sm_margin"
 )
 NUM_OPTIONS = 14
+_QKV_GRADS = _build.GRADS[:3]
 
 library = torch.library.Library("tilewise", "DEF")
 library.define("forward(Tensor q, Tensor k, Tensor v, %s, %s) -> (Tensor, Tensor)" % (_TENSORS, _OPTIONS))
@@ -64,7 +65,7 @@ def _extra(names_and_tensors):
 def _forward(q, k, v, bias, alibi_slopes, sinks, *rest):
     lengths, options = rest[: len(LENGTHS)], rest[len(LENGTHS) :]
     extra = _extra((("bias", bias), ("alibi_slopes", alibi_slopes), ("sink", sinks)) + tuple(zip(LENGTHS, lengths)))
-    if not extra and q.dim() == k.dim() == v.dim() == 4 and q.is_cpu and k.is_cpu and v.is_cpu:
+    if not extra and q.dim() == k.dim() == v.dim() == 4 and q.get_device() == k.get_device() == v.get_device():
         return forward_dense(q, k, v, _abi_options(*options[2:]), target(None, None, 0), True)
     o, lse, _, _ = _build.forward(kind, q, k, v, extra, _abi_options(*options[2:]), options[:2], target(None, None, 0),
                                   packed_q=lengths[0] is not None, want_lse=True)  # fmt: skip
@@ -91,6 +92,10 @@ def _backward(dout, dlse, q, k, v, o, lse, bias, alibi_slopes, sinks, *rest):
     names = tuple(name for name, want in zip(_build.GRADS, wanted) if want)
     # num_splits and batch_invariant shape the forward pass only
     flags = _abi_options(*options[2:11], False, 0, options[13], direction=_abi.BACKWARD)
+    if not extra and dlse is None and names == _QKV_GRADS and q.dim() == k.dim() == v.dim() == 4:
+        grads = gradients_dense(dout, q, k, v, o, lse, flags, target(None, None, 0))
+        if grads is not None:
+            return tuple(grads[:3]) + tuple(q.new_empty(0) for _ in _build.GRADS[3:])
     got = _build.backward(kind, dout, dlse, q, k, v, o, lse, extra, names, flags, options[:2], target(None, None, 0))
     found = dict(zip(names, got))
     return tuple(found[name] if name in found else q.new_empty(0) for name in _build.GRADS)
