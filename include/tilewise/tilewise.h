@@ -146,7 +146,7 @@ typedef struct tw_tensors {
   const tw_tensor* rotary_seqlens;  /* [b]: first position, default seqused_k. q_i at +i if causal or windowed, else at +0 */
 
   /* backward: inputs (with q, k, v, o, lse and the options above), then outputs; an absent output is not computed */
-  const tw_tensor* dout; /* like o */
+  const tw_tensor* dout; /* like o; on CUDA with q's dtype */
   const tw_tensor* dlse; /* like lse: gradient that arrives through lse */
   tw_tensor* dq;         /* like q; dtype of q, or float32 */
   tw_tensor* dk;

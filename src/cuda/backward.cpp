@@ -161,8 +161,15 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
   return run_backward_sm80_if(nullptr, plan, t, workspace, stream);
 }
 
+Status check_dout(const tw_problem& p, const tw_tensors& t) {
+  if (t.dout->dtype == p.dtype) return Status();
+  return unsupported("dout: is ", dtype_name(t.dout->dtype), ", and on CUDA the backward pass of ", dtype_name(p.dtype),
+                     " takes it as ", dtype_name(p.dtype), "; float32 o and dout are for the CPU");
+}
+
 Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
   const tw_problem& p = plan.problem;
+  TW_RETURN_IF_ERROR(check_dout(p, t));
   const BackwardKernels& kernels = *find_kernels(p);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());

@@ -13,8 +13,9 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& tensors, void* work
 // The same, by kernels that do nothing if *only_if, in device memory, is 0 when they start.
 Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_tensors& tensors, void* workspace, void* stream);
 
-// What every backward row needs to know of its tensors.
+// What every backward row needs to know of its tensors, and the refusal of a dout that none of them takes.
 BackwardParams backward_params(const tw_problem& problem, const tw_tensors& tensors);
+Status check_dout(const tw_problem& problem, const tw_tensors& tensors);
 int64_t backward_padded_rows(const tw_problem& problem);  // per head
 
 }  // namespace tilewise::cuda

@@ -110,6 +110,7 @@ Status plan_backward_sm90(const tw_problem& p, const Target& target, Plan* plan)
 
 Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
   const tw_problem& p = plan.problem;
+  TW_RETURN_IF_ERROR(check_dout(p, t));
   // Only the pointers tell. The general kernels take anything.
   if (!tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) || !tensor_map_possible(*t.dout))
     return run_backward_sm80(plan, t, workspace, stream);

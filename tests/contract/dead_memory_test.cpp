@@ -30,6 +30,10 @@ TEST_P(DeadMemory, NeverLeaks) {
     problem.dtype = std::string(dtype) == "f32" ? TW_FLOAT32 : std::string(dtype) == "f16" ? TW_FLOAT16 : TW_BFLOAT16;
     for (const std::string& row : rows_for(problem))
       for (const uint64_t seed : {1, 2, 3}) {
+        if (computes_again(row)) {  // dead memory is NaN there
+          expect_check({.problem = problem_text(problem), .kernel = row, .seed = seed});
+          continue;
+        }
         InputOptions options;
         options.seed = seed;
         options.dead = Dead::kZero;
@@ -91,6 +95,11 @@ TEST(MaskedKeys, NanReachesItsRowsOnly) {
       const auto clean = make_inputs(std::string(text), {});
       run_ok(*clean, row);
       const tw_problem& p = clean->problem();
+      const double ulp = !computes_again(row) ? 0 : p.dtype == TW_BFLOAT16 ? 0x1p-7 : 0x1p-10;  // of 1; of lse, float32's rounding
+      const auto expect_same = [&](double got, double wanted, double unit, const char* what, int64_t i, int64_t j) {
+        ASSERT_LE(std::abs(got - wanted), unit * std::abs(wanted))
+            << row << ": " << what << " row " << i << " does not see NaN key " << j << "\n  in \"" << text << "\"";
+      };
       for (const int64_t j : {int64_t{0}, p.seqlen_k / 2, p.seqlen_k - 3})
         for (const bool in_v : {false, true}) {
           const auto poisoned = make_inputs(std::string(text), {});
@@ -106,13 +115,13 @@ TEST(MaskedKeys, NanReachesItsRowsOnly) {
                 if (sees)
                   ASSERT_TRUE(std::isnan(poisoned->o.get(n))) << row << ": o row " << i << " sees NaN key " << j << "\n  in \"" << text << "\"";
                 else
-                  ASSERT_EQ(poisoned->o.get(n), clean->o.get(n)) << row << ": o row " << i << " does not see NaN key " << j << "\n  in \"" << text << "\"";
+                  expect_same(poisoned->o.get(n), clean->o.get(n), ulp, "o", i, j);
               }
               const int64_t at = poisoned->lse_index(0, i, h);
               if (sees && !in_v)
                 ASSERT_TRUE(std::isnan(poisoned->lse.get(at))) << row << ": lse of row " << i;
               else
-                ASSERT_EQ(poisoned->lse.get(at), clean->lse.get(at)) << row << ": lse of row " << i << "\n  in \"" << text << "\"";
+                expect_same(poisoned->lse.get(at), clean->lse.get(at), ulp > 0 ? 1e-6 : 0, "lse", i, j);
             }
         }
     }

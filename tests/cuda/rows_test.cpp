@@ -1,6 +1,6 @@
 // Every CUDA row against the float64 reference, over shapes, layouts and options. Skips where there is no GPU; with
 // TILEWISE_TEST_BACKEND=cpu the rows of the CPU walk through the same list.
-//   rows_test [forward|decode|backward|cases] [regular expression] [another]: cases that match both; decode: the part of forward
+//   rows_test [forward|decode|backward|cases] [regular expression] [another] [K/N]: cases that match both, of these every N-th from K on; decode: the part of forward
 //   with few queries a sequence; cases: the lines of tests/cases
 //   rows_test random SECONDS [SEED]: random problems, until the time is up
 #include <algorithm>
@@ -291,7 +291,10 @@ class Tally {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-int run_cases(const std::string& which, const std::string& first_filter, const std::string& second_filter) {
+// shard: "k/n" takes every n-th of the cases that the filters leave, from the k-th on.
+int run_cases(const std::string& which, const std::string& first_filter, const std::string& second_filter, const std::string& shard) {
+  uint64_t remainder = 0, shards = 1;
+  if (!shard.empty()) remainder = std::strtoull(shard.c_str(), nullptr, 10), shards = std::strtoull(shard.c_str() + shard.find('/') + 1, nullptr, 10);
   const std::regex first(first_filter), second(second_filter);
   std::vector<Check> cases;
   if (which == "cases") cases = listed_cases();
@@ -303,7 +306,7 @@ int run_cases(const std::string& which, const std::string& first_filter, const s
   Tally tally(!second_filter.empty());
   uint64_t seed = 0;
   for (const Check& c : cases)
-    if (std::regex_search(c.text, first) && std::regex_search(c.text, second)) tally.run(c, ++seed);
+    if (std::regex_search(c.text, first) && std::regex_search(c.text, second) && seed++ % shards == remainder) tally.run(c, seed);
   return tally.report();
 }
 
@@ -328,5 +331,5 @@ int main(int argc, char** argv) {
   const auto argument = [&](int n) { return std::string(argc > n ? argv[n] : ""); };
   if (argument(1) == "random")
     return run_random(std::atof(argument(2).c_str()), argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1);
-  return run_cases(argument(1), argument(2), argument(3));
+  return run_cases(argument(1), argument(2), argument(3), argument(4));
 }

@@ -96,12 +96,12 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Largest float by integer order: works for any mix of signs. NaN, as the largest integer, stays.
+// Largest float by integer order: works for any mix of signs. NaN, as the largest integer, stays; -0, the least, becomes 0.
 __device__ __forceinline__ void atomic_max(float* address, float value) {
   if (isnan(value))
     atomicMax(reinterpret_cast<int*>(address), 0x7fffffff);
   else if (value >= 0)
-    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
+    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value + 0.f));
   else
     atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
 }
