@@ -1,9 +1,10 @@
 // One kernel, one problem, one verdict: the test of the conformance matrix and of `tilewise check`.
 //
 // Rule: error against float64 at most 2 times (3 with softcap) that of standard attention in the same dtype, plus a small
-// absolute term, in the maximum norm and in the Frobenius norm; the same places NaN, inf and zero; guards intact; inputs
-// unmodified; an appended cache equal to the reference's bit for bit; two runs equal bit for bit (but for a GPU's gradients, where
-// deterministic ones were not asked for).
+// absolute term, in the maximum norm and in the Frobenius norm (or what the rounding of the o that a backward pass is given leaves
+// in float64, plus that term: see Judge); the same places NaN, inf and zero; guards intact; inputs unmodified; an appended cache
+// equal to the reference's bit for bit; two runs equal bit for bit (but for a GPU's gradients, where deterministic ones were not
+// asked for).
 // The row "reference" itself is held against standard attention in float64 (standard.h), which shares no code with it.
 #pragma once
 #include <cstdint>

@@ -65,6 +65,22 @@ TEST(Harness, ForgottenTasksAreNoticed) {
   EXPECT_FALSE(whole->o.same_elements(partly->o, nullptr));
 }
 
+// The o of a backward pass is rounded, which no kernel can mend: where standard attention's few roundings happen to cancel that
+// (seed 93), its error is no measure. Elsewhere (seed 1) it is.
+TEST(Harness, RoundingOfTheGivenOutputIsNoFault) {
+  CheckRequest request;
+  request.problem = "bwd f16 b=1 hq=2 sq=5 sk=2 d=64 mask=bhqk causal", request.kernel = "backward_scalar";
+  for (const uint64_t seed : {93, 1}) {
+    request.seed = seed;
+    const CheckResult result = check(request);
+    EXPECT_TRUE(result.ok) << to_text(result);
+    for (const OutputError& error : result.outputs)
+      if (error.name == "dk") {
+        EXPECT_EQ(error.max_abs > 3 * error.baseline_max_abs, seed == 93) << to_text(result);
+      }
+  }
+}
+
 // Lengths are as the problem says: totals kept, longest not passed, something of everything over the seeds.
 TEST(Harness, LengthsFitTheProblem) {
   bool tail = false, empty = false, full = false;
