@@ -356,12 +356,14 @@ struct KeyGradientSm90 : GradientSm90<C> {
   float dk[kD], dv[kD];
 
   __device__ __forceinline__ void make_gradients(uint32_t (&a)[kA], const uint32_t (&a_p)[kA], const float (&dp)[kS], int i0) const {
+    uint32_t largest = 0;
     if (G::masked(i0)) {
 #pragma unroll
-      for (int n = 0; n < kA; n += 4) G::template gradients4<true>(a + n, a_p + n, dp + 2 * n);
+      for (int n = 0; n < kA; n += 4) G::template gradients4<true>(a + n, a_p + n, dp + 2 * n, largest);
+      if (ptx::has_nonfinite<typename G::T>(largest)) G::tell_nonfinite();
     } else {
 #pragma unroll
-      for (int n = 0; n < kA; n += 4) G::template gradients4<false>(a + n, a_p + n, dp + 2 * n);
+      for (int n = 0; n < kA; n += 4) G::template gradients4<false>(a + n, a_p + n, dp + 2 * n, largest);
     }
   }
 
@@ -520,12 +522,14 @@ struct SplitKeySm90 : GradientSm90<C> {
 
   template <bool kMasked>
   __device__ __forceinline__ void make_gradients(uint32_t (&a)[kA], const float (&dp)[kS]) const {
+    uint32_t largest = 0;
 #pragma unroll
     for (int n = 0; n < kA; n += 4) {
       const uint4 weights = ptx::load_shared_16(weights_at(*this, n / 4));
       const uint32_t a_p[4] = {weights.x, weights.y, weights.z, weights.w};
-      G::template gradients4<kMasked>(a + n, a_p, dp + 2 * n);
+      G::template gradients4<kMasked>(a + n, a_p, dp + 2 * n, largest);
     }
+    if (kMasked && ptx::has_nonfinite<typename G::T>(largest)) G::tell_nonfinite();
   }
 
   __device__ __forceinline__ void walk(float (&dk)[kD], int left, RingPosition& ring, int n) const {

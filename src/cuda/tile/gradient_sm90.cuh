@@ -141,12 +141,13 @@ struct GradientSm90 {
   // kernels, which look for such rows.
   template <bool kMasked>
   __device__ __forceinline__ void weights(uint32_t (&a)[kA], const float (&x)[kS], int i0) const {
-    Range queries[2];
+    uint32_t visible[2] = {}, largest = 0;  // a bit an element of a row; magnitude of the hidden scores
     if constexpr (kMasked) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        queries[half] = visible_queries(p.backward.score, block->first_key + key_row(half), block->s.seqlen_q, block->s.seqlen_k);
-        queries[half].begin -= i0 + 2 * (lane & 3), queries[half].end -= i0 + 2 * (lane & 3);
+        const Range queries =
+            visible_queries(p.backward.score, block->first_key + key_row(half), block->s.seqlen_q, block->s.seqlen_k);
+        visible[half] = elements_before(queries.end - i0) & ~elements_before(queries.begin - i0);
       }
     }
 #pragma unroll
@@ -159,14 +160,20 @@ struct GradientSm90 {
           const float score = x[4 * n + 2 * half + e];
           pair[e] = ptx::exp2_approx(score * p.scale_log2);
           if constexpr (kMasked) {
-            if (n * 8 + e < queries[half].begin || n * 8 + e >= queries[half].end) {
-              if ((__float_as_uint(score) & 0x7f800000) == 0x7f800000) tell_nonfinite();
-              pair[e] = 0.f;
-            }
+            const bool sees = (visible[half] >> (2 * n + e) & 1) != 0;
+            largest = max(largest, sees ? 0u : __float_as_uint(score) & 0x7fffffffu);
+            pair[e] = sees ? pair[e] : 0.f;
           }
         }
         a[2 * n + half] = ptx::pack<T>(pair[0], pair[1]);
       }
+    if (kMasked && largest >= 0x7f800000u) tell_nonfinite();
+  }
+
+  // This thread has the columns 8 n + 2 (lane % 4) + {0, 1}: bits of those before `column`.
+  __device__ __forceinline__ uint32_t elements_before(int column) const {
+    const int own = max(column - 2 * (lane & 3), 0), count = own / 8 * 2 + min(own % 8, 2);
+    return count < 32 ? (1u << count) - 1 : 0xffffffffu;
   }
 
   // By byte permutes: the compiler would shift by a multiplication, which takes a cycle from the tensor cores.
@@ -180,13 +187,12 @@ struct GradientSm90 {
   // dP^T to dS^T for four operand registers, from the rounded P: as good as from the other, since dS is rounded, too, and it
   // costs half the registers. A dO that is not finite shows in dS, even where P is 0.
   template <bool kMasked>
-  __device__ __forceinline__ void gradients4(uint32_t* a, const uint32_t* a_p, const float* dp) const {
+  __device__ __forceinline__ void gradients4(uint32_t* a, const uint32_t* a_p, const float* dp, uint32_t& largest) const {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float2 weight = unpack(a_p[n]);
       a[n] = ptx::pack<T>(weight.x * dp[2 * n], weight.y * dp[2 * n + 1]);
-      if constexpr (kMasked)
-        if (ptx::has_nonfinite<T>(a[n])) tell_nonfinite();
+      if constexpr (kMasked) largest = ptx::max_magnitude<T>(largest, a[n]);
     }
   }
 
