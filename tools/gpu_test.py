@@ -50,9 +50,11 @@ def parts(options):
             if name not in ("numpy", "package", "examples", "validation"):
                 found.append(("python " + name, [options.python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--junitxml", junit, path], python))
     few = {"TILEWISE_NUM_THREADS": "2"}  # for the oracle: the parts run side by side
+    found.append(("calls", [program["calls_test"]], {}))
+    found.append(("deterministic repeats", [program["backward_repeat"]], {}))
     for pass_ in ("backward", "forward"):
         for dtype in ("f32", "bf16", "f16"):
-            shards = 8 if pass_ == "backward" and dtype != "f32" else 3  # a minute each
+            shards = 3 if dtype == "f32" else 8 if pass_ == "backward" else 6  # half a minute to two minutes each
             for n in range(shards):
                 found.append(("rows %s %s %d/%d" % (pass_, dtype, n + 1, shards), [program["rows_test"], pass_, " %s " % dtype, "", "%d/%d" % (n, shards)], few))
     for pass_ in ("bwd", "fwd"):
@@ -64,8 +66,6 @@ def parts(options):
             junit = os.path.join(options.work, "contract-%d.xml" % n)
             command = [contract, "--gtest_brief=1", "--gtest_filter=" + suites, "--gtest_output=xml:" + junit]
             found.append(("contract %d" % n, command, {"TILEWISE_TEST_BACKEND": "cuda", **few}))
-    found.append(("calls", [program["calls_test"]], {}))
-    found.append(("deterministic repeats", [program["backward_repeat"]], {}))
     if os.path.exists(program["sm90_forward"]):
         found.append(("sm90 forward", [program["sm90_forward"], "check"], {}))
         found.append(("sm90 forward repeats", [program["sm90_forward"], "repeat", "500"], {}))
