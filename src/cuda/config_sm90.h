@@ -14,7 +14,7 @@ enum class RowSum : int {
 
 enum class ScoreKind : int {
   kPlain,    // scale, windows, sinks
-  kGeneral,  // also softcap, ALiBi, max_logit, and a negative scale where Q is not in registers
+  kGeneral,  // also softcap, ALiBi, max_logit, a negative scale
 };
 
 enum class Sm90Shape : int {
@@ -36,10 +36,11 @@ struct ForwardSm90Config {
   int consumers;        // warpgroups, 64 query rows each
   int block_n;          // keys
   int stages;           // of K and of V
-  int q_slots;          // query tiles in shared memory
+  int q_slots;          // of queries in shared memory
   bool q_in_registers;  // fragments are loaded once a tile, and the slot is free at once
   bool ping_pong;       // warpgroups take turns at issuing products
-  int o_columns;        // columns of O that a warpgroup stages at a time on their way to memory
+  int q_rows;           // of a slot: block_m, or 64, those of one consumer
+  bool stages_o;        // O leaves through shared memory and the copy engine. Else threads write it, 16 bytes at a time
 
   TW_HOST_DEVICE constexpr int block_m() const { return 64 * consumers; }
   TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }  // of 64 columns, 128 bytes a row
@@ -60,20 +61,21 @@ struct ForwardSm90Config {
 
   // The producer's warps: one loads K and V, one hands out tiles and loads Q, and two store O, one for each of two
   // consumers; more consumers store their own.
-  TW_HOST_DEVICE constexpr bool store_warps() const { return consumers == 2; }
+  TW_HOST_DEVICE constexpr bool store_warps() const { return stages_o && consumers == 2; }
 
   // Tiles that are described in shared memory, a power of two. A consumer that enters tile n may still have to finish
   // n - 2, while tile n + 2 is handed out.
   static constexpr int kWorkSlots = 8;
 
   // Shared memory, in bytes. Every panel starts at a multiple of 1024, the period of the 128-byte swizzle.
-  TW_HOST_DEVICE constexpr int q_bytes() const { return block_m() * head_dim * 2; }
+  TW_HOST_DEVICE constexpr int q_bytes() const { return q_rows * head_dim * 2; }  // of a slot
+  TW_HOST_DEVICE constexpr int slots_per_tile() const { return block_m() / q_rows; }
   TW_HOST_DEVICE constexpr int k_bytes() const { return block_n * head_dim * 2; }
   TW_HOST_DEVICE constexpr int ones_bytes() const { return ones() ? block_n * 128 : 0; }
   // From d = 128 on every stage of V has its own panel of ones at the distance of its own panels; one panel of V can
   // name any distance to a panel that all stages share.
   TW_HOST_DEVICE constexpr int v_stage_bytes() const { return k_bytes() + (panels() > 1 ? ones_bytes() : 0); }
-  TW_HOST_DEVICE constexpr int o_bytes() const { return 64 * o_columns * 2; }  // per warpgroup
+  TW_HOST_DEVICE constexpr int o_bytes() const { return stages_o ? 64 * head_dim * 2 : 0; }  // per warpgroup
 
   TW_HOST_DEVICE constexpr int o_offset() const { return q_slots * q_bytes(); }
   TW_HOST_DEVICE constexpr int k_offset() const { return o_offset() + consumers * o_bytes(); }
@@ -85,34 +87,43 @@ struct ForwardSm90Config {
   // Does a causal mask leave whole key tiles of the block to its lower warpgroups alone?
   TW_HOST_DEVICE constexpr int max_skip() const { return (block_m() - 64) / block_n; }
   TW_HOST_DEVICE constexpr bool skips() const { return max_skip() > 0; }
-  TW_HOST_DEVICE constexpr int again_offset() const { return work_offset() + (kWorkSlots + consumers) * 32; }
+  static constexpr int kWorkBytes = 64;  // sizeof(Work)
+  TW_HOST_DEVICE constexpr int o_box_offset() const { return work_offset() + kWorkSlots * kWorkBytes; }
+  TW_HOST_DEVICE constexpr int again_offset() const { return o_box_offset() + consumers * 32; }
   TW_HOST_DEVICE constexpr int shared_bytes() const { return again_offset() + consumers * 16; }
 
-  // Which combinations are compiled. A float16 P that overflows is seen in time only by a float32 sum, and at d 256 a column
-  // of ones gains nothing. Options have one shape a head dimension.
+  // Can several blocks do a tile together? Not where tiles differ in length, and with more than two consumers there are no
+  // registers for it.
+  TW_HOST_DEVICE constexpr bool shares_tiles() const { return consumers == 2 && !general() && shape != Sm90Shape::kD128Short; }
+  // A part of a tile on its way to the block that finishes it: O as its threads hold it, and four statistics a thread.
+  TW_HOST_DEVICE constexpr int part_floats() const { return consumers * 128 * (pv_columns() / 2 + 4); }
+  TW_HOST_DEVICE constexpr int part_flags() const { return consumers * 4; }
+
+  // Which combinations are compiled. A column of ones gains nothing at d 256, at d 64 with many keys, and there in float16, where
+  // P's growth must be seen besides. Options have one shape a head dimension.
   TW_HOST_DEVICE constexpr bool exists() const {
     if (shape == Sm90Shape::kD64General && !general()) return false;
     if (general() && shape != Sm90Shape::kD64General && shape != Sm90Shape::kD128Short && shape != Sm90Shape::kD256) return false;
-    return !ones() || (element == Element::kBfloat16 && head_dim <= 128 && !general());
+    return !ones() || (!general() && (head_dim == 128 || (head_dim == 64 && element == Element::kBfloat16 && shape != Sm90Shape::kD64)));
   }
 
   // A consumer lets go of the values that it skips only with its next product. Until then it holds those of its first tile,
   // its own last ones and those of the next tile; with fewer stages the keys that it waits for would never be loaded.
   TW_HOST_DEVICE constexpr bool valid() const {
-    return head_dim % 64 == 0 && block_n % 64 == 0 && shared_bytes() <= 227 * 1024 && head_dim % o_columns == 0 &&
-           stages >= 2 * max_skip() && consumers >= 2 && consumers <= 4 && (q_in_registers || q_slots > 1 || head_dim == 256);
+    return head_dim % 64 == 0 && block_n % 64 == 0 && shared_bytes() <= 227 * 1024 &&
+           stages >= 2 * max_skip() && consumers >= 2 && consumers <= 4 && (q_in_registers || q_slots > slots_per_tile());
   }
 };
 
 TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_shape(Element element, Sm90Shape shape, RowSum row_sum, ScoreKind score) {
   switch (shape) {
-    case Sm90Shape::kD64: return {element, shape, row_sum, score, 64, 3, 128, 3, 2, false, true, 64};
-    case Sm90Shape::kD64Short: return {element, shape, row_sum, score, 64, 4, 64, 6, 2, false, true, 64};
-    case Sm90Shape::kD64Causal: return {element, shape, row_sum, score, 64, 4, 64, 6, 2, false, false, 64};
-    case Sm90Shape::kD64General: return {element, shape, row_sum, score, 64, 3, 64, 6, 2, false, true, 64};
-    case Sm90Shape::kD128: return {element, shape, row_sum, score, 128, 2, 128, 2, 1, true, true, 128};
-    case Sm90Shape::kD128Short: return {element, shape, row_sum, score, 128, 2, 64, 4, 1, true, true, 128};
-    default: return {element, shape, row_sum, score, 256, 2, 64, 2, 1, false, true, 128};
+    case Sm90Shape::kD64: return {element, shape, row_sum, score, 64, 3, 128, 3, 2, false, true, 192, true};
+    case Sm90Shape::kD64Short: return {element, shape, row_sum, score, 64, 4, 64, 6, 2, false, true, 256, true};
+    case Sm90Shape::kD64Causal: return {element, shape, row_sum, score, 64, 4, 64, 6, 2, false, false, 256, true};
+    case Sm90Shape::kD64General: return {element, shape, row_sum, score, 64, 3, 64, 6, 2, false, true, 192, true};
+    case Sm90Shape::kD128: return {element, shape, row_sum, score, 128, 2, 128, 2, 1, true, true, 128, true};
+    case Sm90Shape::kD128Short: return {element, shape, row_sum, score, 128, 2, 64, 4, 1, true, true, 128, true};
+    default: return {element, shape, row_sum, score, 256, 2, 64, 2, 3, false, true, 64, false};
   }
 }
 

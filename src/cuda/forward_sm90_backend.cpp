@@ -38,6 +38,13 @@ bool ends_differ(const tw_problem& p) {
   return right >= 0 && (right < p.seqlen_q || !lengths_decide(p));
 }
 
+// Tiles of one length need no counter; those of packed sequences and under a mask differ.
+bool tiles_are_even(const tw_problem& p) {
+  const int64_t left = mask_of(p).left;
+  return (left < 0 || left >= p.seqlen_k) && !ends_differ(p) && p.q_layout == TW_DENSE && p.k_layout != TW_PACKED &&
+         (p.features & (TW_HAS_SEQUSED_K | TW_HAS_SEQUSED_Q | TW_HAS_LEFTPAD_K)) == 0;
+}
+
 Sm90Shape choose_shape(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   if (d > 128) return Sm90Shape::kD256;
@@ -46,16 +53,24 @@ Sm90Shape choose_shape(const tw_problem& p) {
   return p.seqlen_k >= 8192 && lengths_decide(p) ? Sm90Shape::kD64 : Sm90Shape::kD64Short;
 }
 
+// Are sums by a column of ones faster? At d 64 the ones are an eighth of all products: 1 to 2 % at up to 2k keys, -2 % from 4k on.
+// In float16, where P's growth must be seen besides, 3 % at 512 keys, 1 % at 1k, -1 % from 4k on.
+bool ones_pay(const tw_problem& p) {
+  const bool d64 = std::max(p.head_dim, p.head_dim_v) <= 64, f16 = p.dtype == TW_FLOAT16;
+  if (!lengths_decide(p)) return !f16;
+  return p.seqlen_k < (f16 ? 2048 : d64 ? 4096 : INT64_MAX);
+}
+
 ForwardSm90Config choose_default(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
-  const bool negative = softmax_scale_of(p) < 0 && (d <= 64 || d > 128);  // with Q in registers a sign flip does
+  const bool negative = softmax_scale_of(p) < 0;  // the largest logit would be the smallest product
   if (p.softcap != 0 || negative || p.dropout_p != 0 || p.k_layout == TW_PAGED || has(p, TW_HAS_ALIBI) ||
       has(p, TW_HAS_MAX_LOGIT)) {
     const Sm90Shape shape = d > 128 ? Sm90Shape::kD256 : d > 64 ? Sm90Shape::kD128Short : Sm90Shape::kD64General;
     return forward_sm90_config(element_of(p), shape, RowSum::kFloat32, ScoreKind::kGeneral);
   }
   const ForwardSm90Config ones = forward_sm90_config(element_of(p), choose_shape(p), RowSum::kOnesColumn, ScoreKind::kPlain);
-  if (ones.exists() && !has(p, TW_HAS_LSE) && !has(p, TW_HAS_SINK)) return ones;
+  if (ones.exists() && ones_pay(p) && !has(p, TW_HAS_LSE) && !has(p, TW_HAS_SINK)) return ones;
   return forward_sm90_config(element_of(p), choose_shape(p), RowSum::kFloat32, ScoreKind::kPlain);
 }
 
@@ -89,16 +104,37 @@ const Sm90Kernels* find_kernels(const tw_problem& p) {
 
 struct Cut {
   int64_t num_blocks, num_tiles, again_stride, again_bytes;
+  int64_t grid;  // thread blocks
+  int64_t whole_tiles, key_tiles, sharing_blocks;  // of TileOrder
+  int64_t part_bytes, flag_bytes;                  // 0: nothing is handed over
 };
 
 constexpr int64_t kCounterBytes = 64;
 
-Cut cut_forward(const tw_problem& p, const ForwardSm90Config& config) {
-  Cut cut;
+Cut cut_forward(const tw_problem& p, const ForwardSm90Config& config, int multiprocessors) {
+  Cut cut = {};
   cut.num_blocks = ceil_div(p.seqlen_q, config.block_m());
   cut.num_tiles = cut.num_blocks * p.batch * p.num_heads_q;
   cut.again_stride = cut.num_blocks * config.block_m() / 16;
   cut.again_bytes = cut.again_stride * p.batch * p.num_heads_q * 4;
+  const int64_t most = std::max<int64_t>(1, multiprocessors - std::max<int64_t>(p.sm_margin, 0));
+  cut.grid = std::min(most, cut.num_tiles);
+  if (!tiles_are_even(p)) return cut;
+  // The tiles of the last round, in which not every block would have one.
+  const int64_t left = cut.num_tiles % most;
+  cut.whole_tiles = cut.num_tiles - left;
+  cut.key_tiles = ceil_div(p.seqlen_k, config.block_n);
+  if (left == 0 || !config.shares_tiles() || p.batch_invariant || left * cut.key_tiles >= int64_t{1} << 30) return cut;
+  // To hand a part over and to take it over costs each about as much as a key tile, and beginning and ending a tile twice
+  // as two more: parts of at least the square root of all, so that nobody has too many to take over.
+  int64_t fewest = 4;
+  while (fewest * fewest < cut.key_tiles) ++fewest;
+  const int64_t blocks = std::min(most, left * cut.key_tiles / fewest);
+  if (blocks <= left || ceil_div(left * cut.key_tiles, blocks) + 4 >= cut.key_tiles) return cut;
+  cut.sharing_blocks = blocks;
+  cut.grid = std::max(cut.grid, blocks);
+  cut.part_bytes = blocks * config.part_floats() * 4;
+  cut.flag_bytes = blocks * config.part_flags() * 8;
   return cut;
 }
 
@@ -135,7 +171,7 @@ std::string refuse_forward_sm90(const tw_problem& p) {
   if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
   const ForwardSm90Config config = choose(p);
   if (find_kernels(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
-  const int64_t tiles = cut_forward(p, config).num_tiles;
+  const int64_t tiles = cut_forward(p, config, 1).num_tiles;
   if (tiles >= 1 << 24) return concat(tiles, " tiles: at most 2^24 - 1");
   return "";
 }
@@ -147,16 +183,18 @@ Status plan_forward_sm90(const tw_problem& p, const Target& target, Plan* plan) 
   ForwardSm90Config config;
   if (find_shape(p, target.choice, &config) == nullptr)
     return invalid("config: \"", format(target.choice), "\": forward_sm90 has no such blocks for \"", format(p), "\"");
-  const Cut cut = cut_forward(p, config);
+  const Cut cut = cut_forward(p, config, device.multiprocessors);
   if (cut.num_tiles >= 1 << 24) return unsupported("forward_sm90: ", cut.num_tiles, " tiles: at most 2^24 - 1");
   plan->config = concat("tile ", config.block_m(), "x", config.block_n, "x", config.head_dim, ", ", config.consumers,
                         " consumer warpgroups, ", config.stages, " stages, ", config.shared_bytes(), " bytes shared, sums ",
                         config.ones() ? "by a column of ones" : "in float32");
+  if (cut.part_bytes > 0)
+    plan->config += concat(", the last ", cut.num_tiles - cut.whole_tiles, " tiles by ", cut.sharing_blocks, " blocks");
   plan->block_m = config.block_m();
   plan->block_n = config.block_n;
   plan->num_splits = 1;
   plan->num_tasks = cut.num_tiles;
-  plan->workspace_bytes = kCounterBytes + cut.again_bytes;
+  plan->workspace_bytes = kCounterBytes + cut.again_bytes + cut.part_bytes + cut.flag_bytes;
   return Status();
 }
 
@@ -167,7 +205,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
       !tensor_map_possible(*t.o))
     return run_forward_sm80(plan, t, workspace, stream);
   const ForwardSm90Config config = choose(p, plan.target.choice);
-  const Cut cut = cut_forward(p, config);
+  const Cut cut = cut_forward(p, config, device_facts(plan.target.device_index).multiprocessors);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
 
@@ -175,8 +213,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   const bool whole = p.head_dim % 64 == 0 && p.head_dim_v % 64 == 0;
   params.loads_per_tile = whole ? 1 : config.panels();
   const int panels = whole ? config.panels() : 1;
-  const int o_panels = whole ? config.o_columns / 64 : 1;
-  TW_RETURN_IF_ERROR(tensor_map({t.q, p.head_dim, config.block_m(), panels}, &params.q));
+  TW_RETURN_IF_ERROR(tensor_map({t.q, p.head_dim, config.q_rows, panels}, &params.q));
   params.key_loads = params.loads_per_tile;
   int key_rows = config.block_n, key_panels = panels;
   if (p.k_layout == TW_PAGED) {
@@ -186,7 +223,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   params.key_align = std::max(p.dropout_p != 0 ? 32 : 1, params.page_rows);
   TW_RETURN_IF_ERROR(tensor_map({t.k, p.head_dim, key_rows, key_panels}, &params.k));
   TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, key_rows, key_panels}, &params.v));
-  TW_RETURN_IF_ERROR(tensor_map({t.o, p.head_dim_v, 64, o_panels}, &params.o));
+  TW_RETURN_IF_ERROR(tensor_map({t.o, p.head_dim_v, 64, panels}, &params.o));
 
   ForwardParams& forward = params.forward;
   forward.sequence = sequence_params(p, t);
@@ -215,26 +252,30 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     if (error != 0) return device_error("max_logit", error);
   }
 
-  const int multiprocessors =
-      std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
   TileOrder& order = params.order;
   order.num_tiles = static_cast<int32_t>(cut.num_tiles);
   order.num_blocks = static_cast<int32_t>(cut.num_blocks);
   order.num_heads = static_cast<int32_t>(p.batch * p.num_heads_q);
-  // Tiles of one length need no counter; those of packed sequences and under a mask differ.
   params.window_left = forward.score.window_left;
   params.window_right = forward.score.window_right;
   if (ends_differ(p)) params.window_right = static_cast<int32_t>(std::min<int64_t>(mask_of(p).right, 1 << 29));
-  const bool even = params.window_right < 0 && params.window_left < 0 && p.q_layout == TW_DENSE && p.k_layout != TW_PACKED &&
-                    (p.features & (TW_HAS_SEQUSED_K | TW_HAS_SEQUSED_Q | TW_HAS_LEFTPAD_K)) == 0;
+  const bool even = tiles_are_even(p);
+  if (cut.sharing_blocks > 0) {
+    const int64_t shared = (cut.num_tiles - cut.whole_tiles) * cut.key_tiles;
+    order.sharing_blocks = static_cast<int32_t>(cut.sharing_blocks);
+    order.whole_tiles = static_cast<int32_t>(cut.whole_tiles);
+    order.key_tiles = static_cast<int32_t>(cut.key_tiles);
+    order.shared_each = static_cast<int32_t>(shared / cut.sharing_blocks);
+    order.shared_rest = static_cast<int32_t>(shared % cut.sharing_blocks);
+  }
   if (!even) {
-    static std::atomic<uint64_t> launches{0};
     order.counter = static_cast<unsigned long long*>(workspace);
     order.section_heads = static_cast<int32_t>(section_heads(p, config));
-    // Numbers spread over 40 bits: the workspace may hold what an earlier launch or another program left there.
-    uint64_t number = (launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15ull;
-    order.launch = std::max<uint64_t>(1, number >> 24);
   }
+  // Numbers spread over 40 bits: the workspace may hold what an earlier launch or another program left there.
+  static std::atomic<uint64_t> launches{0};
+  const uint64_t number = (launches.fetch_add(1, std::memory_order_relaxed) + 1) * 0x9E3779B97F4A7C15ull;
+  order.launch = std::max<uint64_t>(1, number >> 24);
   order.lead = 2;  // 1 to 4 are equal from 1k keys on; 9 loses 2 % at 512
   const float scale = forward.score.scale_log2;
   params.natural = config.general() && (p.softcap != 0 || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT) || scale < 0);
@@ -242,16 +283,17 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     params.scale_log2 = 0x1.715476p+0f;  // log2(e)
   } else {
     // A zero scale gives every visible key the same weight; the smallest normal number does, too, and -inf stays -inf.
-    params.scale_log2 = std::max(std::fabs(scale), 0x1p-126f);
-    params.sign_flip = scale < 0 ? 0x80008000u : 0;
+    params.scale_log2 = std::max(scale, 0x1p-126f);
   }
   params.check = !even || p.seqlen_k % config.block_n != 0;
   params.always = 1;
-  params.again = reinterpret_cast<int32_t*>(static_cast<char*>(workspace) + kCounterBytes);
+  char* const behind_counter = static_cast<char*>(workspace) + kCounterBytes;
+  params.again = reinterpret_cast<int32_t*>(behind_counter);
+  params.parts = reinterpret_cast<float*>(behind_counter + cut.again_bytes);
+  params.part_ready = reinterpret_cast<unsigned long long*>(behind_counter + cut.again_bytes + cut.part_bytes);
   params.again_stride = static_cast<int32_t>(cut.again_stride);
 
-  const int blocks = static_cast<int>(std::min<int64_t>(multiprocessors, cut.num_tiles));
-  if (const int error = find_kernels(p)->launch(config, params, blocks, stream); error != 0)
+  if (const int error = find_kernels(p)->launch(config, params, static_cast<int>(cut.grid), stream); error != 0)
     return device_error("forward_sm90", error);
   return Status();
 }

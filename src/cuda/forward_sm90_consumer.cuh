@@ -23,6 +23,7 @@ struct ConsumerSm90 {
   static constexpr int kO = C.pv_columns() / 2;
   static constexpr int kQ = C.q_in_registers ? C.head_dim / 4 : 1;
   static constexpr bool kSum = !C.ones();
+  static constexpr Noted kNoted = kSum ? Noted::kSum : C.element == Element::kFloat16 ? Noted::kMaximum : Noted::kNothing;
 
   const ForwardSm90Params& p;
   const SharedSm90<C> shared;
@@ -34,7 +35,6 @@ struct ConsumerSm90 {
   uint32_t query[kQ];
   RowStatistics rows;
   bool o_empty = true;  // the next product starts a tile: it does not add to what O holds
-  bool unstored = false;    // the second half of O is still that of the tile before
   bool again = false;       // this thread's rows of that tile are to be computed again
   bool look = false;        // its values may not be finite
   Ring<C.q_slots> q;
@@ -82,12 +82,8 @@ struct ConsumerSm90 {
       const uint32_t s_q = shared.q(q.stage);
       const int r = consumer * 64 + warp * 16 + (lane & 15);
 #pragma unroll
-      for (int step = 0; step < C.head_dim / 16; ++step) {
-        uint32_t fragment[4];
-        ptx::ldmatrix_x4(fragment, s_q + Panels<C.block_m()>::chunk_offset(r, 2 * step + (lane >> 4)));
-#pragma unroll
-        for (int n = 0; n < 4; ++n) query[4 * step + n] = fragment[n] ^ p.sign_flip;
-      }
+      for (int step = 0; step < C.head_dim / 16; ++step)
+        ptx::ldmatrix_x4(*reinterpret_cast<uint32_t(*)[4]>(query + 4 * step), s_q + Panels<C.block_m()>::chunk_offset(r, 2 * step + (lane >> 4)));
       __syncwarp();
       release(shared.q_empty(q.stage));
       q.advance();
@@ -136,11 +132,11 @@ struct ConsumerSm90 {
         ptx::Wgmma<T, C.block_n>::template rs<0>(s, query[4 * step], query[4 * step + 1], query[4 * step + 2],
                                                  query[4 * step + 3], b + Panels<C.block_n>::column_step(step), step != 0);
     } else {
-      const uint32_t a = ptx::descriptor(shared.q(q.stage) + consumer * 64 * 128);
+      const uint32_t a = ptx::descriptor(shared.q(q.stage) + (C.slots_per_tile() > 1 ? 0 : consumer * 64 * 128));
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < C.head_dim / 16; ++step)
-        ptx::Wgmma<T, C.block_n>::ss(s, a + Panels<C.block_m()>::column_step(step),
+        ptx::Wgmma<T, C.block_n>::ss(s, a + Panels<C.q_rows>::column_step(step),
                                      b + Panels<C.block_n>::column_step(step), step != 0);
     }
     ptx::wgmma_commit();
@@ -255,8 +251,8 @@ struct ConsumerSm90 {
 
   // P of this step. In a branch that the compiler cannot see through: it would move the wait for O, which nothing here
   // depends on, above the exponentials, and with it all their overlap.
-  __device__ __forceinline__ void weights(float (&s)[kS], float (&sum)[2]) const {
-    if (p.always) exponentials<kSum>(s, rows.reference, p.scale_log2, sum);
+  __device__ __forceinline__ void weights(float (&s)[kS], float (&noted)[2]) const {
+    if (p.always) exponentials<kNoted>(s, rows.reference, p.scale_log2, noted);
   }
 
   // Both products of a step.
@@ -264,7 +260,6 @@ struct ConsumerSm90 {
     ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
     my_turn();
     issue_scores(s);
-    store_second_half(tile - 2);
     skip_values();
     ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
     issue_output();
@@ -274,7 +269,7 @@ struct ConsumerSm90 {
   // A step inside a tile.
   template <bool kMasked>
   __device__ __forceinline__ void step(int n) {
-    float s[kS], sum[2] = {0.f, 0.f};
+    float s[kS], noted[2] = {0.f, 0.f};
     issue(s);
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(s);
@@ -283,7 +278,7 @@ struct ConsumerSm90 {
     options(s, n);
     if constexpr (kMasked) mask_step(s, n);
     note_maximum(s);
-    weights(s, sum);
+    weights(s, noted);
     drop(s, n);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
@@ -291,56 +286,57 @@ struct ConsumerSm90 {
     release(shared.v_empty(v.stage));
     v.advance();
     if constexpr (kSum) {
-      rows.sum[0] += sum[0];
-      rows.sum[1] += sum[1];
-      if (__any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > Range::kLarge)) {
-        const float none[2] = {0.f, 0.f};
-        raise_references<C.element>(rows, s, o, none);
-      }
-    } else {
-      const float sums[2] = {o[kO - 4], o[kO - 2]};
-      if (__any_sync(0xffffffffu, fmaxf(sums[0], sums[1]) > Range::kLarge)) raise_references<C.element>(rows, s, o, sums);
+      rows.sum[0] += noted[0];
+      rows.sum[1] += noted[1];
     }
+    // What tells that P has grown; the references then take it along.
+    constexpr bool kSumsTell = kNoted == Noted::kNothing;
+    const float sums[2] = {kSumsTell ? o[kO - 4] : 0.f, kSumsTell ? o[kO - 2] : 0.f};
+    const float largest = kSumsTell ? fmaxf(sums[0], sums[1]) : fmaxf(noted[0], noted[1]);
+    if (__any_sync(0xffffffffu, largest > Range::kLarge)) raise_references<C.element>(rows, s, o, sums);
     pack(s);
   }
 
   // P of a tile's first keys, from its S: here the rows get their m.
-  __device__ __forceinline__ void first_weights(float (&s)[kS], float (&sum)[2]) {
+  __device__ __forceinline__ void first_weights(float (&s)[kS], float (&noted)[2]) {
     options(s, 0);
     mask_first(s);
     start_rows<C.element>(rows, s, p.scale_log2);
     note_maximum(s);
-    weights(s, sum);
+    weights(s, noted);
     drop(s, 0);
   }
 
   // The last product of the tile so far, behind the first one of the next. next_tile() has gone on already.
   __device__ __forceinline__ void step_across() {
-    float s[kS], sum[2] = {0.f, 0.f};
-    --tile;  // what issue() may have to store is the tile before the one that ends here
+    float s[kS], noted[2] = {0.f, 0.f};
     issue(s);
-    ++tile;
     skip_v = next_skip_v;
-    Ending end = begin_ending(work(tile - 2), rows);
+    const RowStatistics done_rows = rows;
+    Ending end = begin_ending(work(tile - 2), done_rows);
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
-    first_weights(s, sum);
+    first_weights(s, noted);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
     release(shared.v_empty(v.stage));
     v.advance();
-    if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    if constexpr (kSum) rows.sum[0] = noted[0], rows.sum[1] = noted[1];
     pack(s);
-    finish(work(tile - 2), end);
+    const Work& done = work(tile - 2);
+    if (is_part(done))  // a block finishes no part before its last one
+      hand_over(done_rows);
+    else
+      finish(done, end);
     o_empty = true;
     skip_values();
   }
 
   __device__ __forceinline__ void first_step() {
-    float s[kS], sum[2] = {0.f, 0.f};
+    float s[kS], noted[2] = {0.f, 0.f};
     skip_v = next_skip_v;
     ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
     my_turn();
@@ -350,25 +346,30 @@ struct ConsumerSm90 {
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
-    first_weights(s, sum);
-    if constexpr (kSum) rows.sum[0] = sum[0], rows.sum[1] = sum[1];
+    first_weights(s, noted);
+    if constexpr (kSum) rows.sum[0] = noted[0], rows.sum[1] = noted[1];
     pack(s);
   }
 
   __device__ __forceinline__ void last_step() {
     my_turn();
-    store_second_half(tile - 2);
     skip_values();
     ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
     issue_output();
     pass_turn();
-    Ending end = begin_ending(work(tile - 1), rows);
+    const Work& done = work(tile - 1);
+    Ending end = begin_ending(done, rows);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     release(shared.v_empty(v.stage));
     v.advance();
-    finish(work(tile - 1), end);
-    store_second_half(tile - 1);
+    if (is_part(done)) {
+      if (!done.finishes) return hand_over(rows);
+      take_over();
+      end = begin_ending(done, rows);
+      end.flags |= kLook;  // a part that counts for nothing may have held infinities
+    }
+    finish(done, end);
   }
 
   // The end of a tile: o = O / sum, lse, and a note of rows to be computed again. What needs no O is done while the tensor
@@ -376,6 +377,7 @@ struct ConsumerSm90 {
   struct Ending {
     uint32_t flags;
     float inverse[2];
+    float lse[2];
   };
   static constexpr uint32_t kSees = 1;    // this thread's first row sees a key; its second one: kSees << 1
   static constexpr uint32_t kNoRows = 4;  // block_m reaches past the end
@@ -404,17 +406,10 @@ struct ConsumerSm90 {
       const float sum[2] = {weight[0] + ptx::exp2_approx(sink - statistics.reference[0]),
                             weight[1] + ptx::exp2_approx(sink - statistics.reference[1])};
       divide(end, weight, sum);
-      if (f.lse && (lane & 3) == 0) {
-        float* const out = f.lse.data + done.head * f.lse.head +
-                           (f.sequence.packed_q ? done.q_begin * f.lse.row : done.batch * f.lse.batch);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int i = first + row_of_warpgroup(half);
-          const float lse = (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2;
-          if (i < done.capacity_q)
-            out[i * f.lse.row] = mine & (kSees << half) ? lse : i < done.seqlen_q ? sink * kLn2 : kMinusInf;
-        }
-      }
+      for (int half = 0; half < 2; ++half)
+        end.lse[half] = mine & (kSees << half) ? (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2
+                        : first + row_of_warpgroup(half) < done.seqlen_q ? sink * kLn2 : kMinusInf;
     }
     if constexpr (C.general()) {
       if (f.max_logit) {  // one atomic a warp
@@ -464,39 +459,32 @@ struct ConsumerSm90 {
     again = end.flags & kAgain;
     look = end.flags & kLook;
     store(done, done.first_row + consumer * 64, end.flags & kTail);
+    if constexpr (kSum) store_lse(done, end.lse);
+  }
+
+  // Behind O: the fence there waits for everything that was written before it, and lse takes a while.
+  __device__ __forceinline__ void store_lse(const Work& done, const float (&lse)[2]) const {
+    const RowScalar& to = p.forward.lse;
+    if (!to || (lane & 3) != 0) return;
+    float* const out = to.data + done.head * to.head +
+                       (p.forward.sequence.packed_q ? done.q_begin * to.row : done.batch * to.batch);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = done.first_row + consumer * 64 + row_of_warpgroup(half);
+      if (i < done.capacity_q) out[i * to.row] = lse[half];
+    }
   }
 
   __device__ __forceinline__ void store(const Work& done, int first, bool tail) {
-    if (tail) {
-      again |= ptx::has_nonfinite<T>(store_rows(done, first));
-      note_again(done, first);
-      return;
+    if (tail || !C.stages_o) {
+      const uint32_t largest = store_rows(done);
+      again |= look && ptx::has_nonfinite<T>(largest);
+    } else if (look) {
+      again |= ptx::has_nonfinite<T>(store_box_of<true>(done, first));
+    } else {
+      store_box_of<false>(done, first);
     }
-    store_group<0>(done, first);
-    static_assert(C.o_columns == C.head_dim || 2 * C.o_columns == C.head_dim);
-    if constexpr (C.o_columns < C.head_dim)
-      unstored = true;
-    else
-      note_again(done, first);
-  }
-  template <int kGroup>
-  __device__ __forceinline__ void store_group(const Work& done, int first) {
-    if (look)
-      again |= ptx::has_nonfinite<T>(store_box_of<kGroup, true>(done, first));
-    else
-      store_box_of<kGroup, false>(done, first);
-  }
-
-  // A step later, when the copy engine has read the first half: nobody waits for that.
-  __device__ __forceinline__ void store_second_half(unsigned n) {
-    if constexpr (C.o_columns < C.head_dim) {
-      if (!unstored) return;
-      unstored = false;
-      const Work& done = work(n);
-      const int first = done.first_row + consumer * 64;
-      store_group<1>(done, first);
-      note_again(done, first);
-    }
+    note_again(done, first);
   }
 
   // A warp's rows to be computed again form a list through memory: one link for 16 rows, written only if they need it.
@@ -532,9 +520,8 @@ struct ConsumerSm90 {
   }
 
   // Both return the largest magnitudes that they stored (if kCheck).
-  template <int kGroup, bool kCheck>
+  template <bool kCheck>
   __device__ __forceinline__ uint32_t store_box_of(const Work& done, int first) {
-    constexpr int kSteps = C.o_columns / 16, kColumn = kGroup * C.o_columns;
     uint32_t largest = 0;
     const uint32_t to = shared.o(consumer);
     const int r = warp * 16 + (lane & 15);
@@ -545,8 +532,8 @@ struct ConsumerSm90 {
       ptx::barrier_sync(5 + consumer, 128);
     }
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const float* x = o + kColumn / 2 + step * 8;
+    for (int step = 0; step < C.head_dim / 16; ++step) {
+      const float* x = o + step * 8;
       const uint32_t a = ptx::pack<T>(x[0], x[1]), b = ptx::pack<T>(x[2], x[3]);
       const uint32_t c = ptx::pack<T>(x[4], x[5]), d = ptx::pack<T>(x[6], x[7]);
       if constexpr (kCheck)
@@ -557,9 +544,7 @@ struct ConsumerSm90 {
     ptx::fence_async_shared();
     if constexpr (!C.store_warps()) ptx::barrier_sync(5 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
-      const bool packed = p.forward.sequence.packed_q, panels = p.loads_per_tile == 1;
-      const ptx::BoxOrigin box = {{panels ? 0 : kColumn, done.q_begin + first, panels ? kColumn / 64 : 0, done.head,
-                                   packed ? 0 : done.batch}};
+      const ptx::BoxOrigin box = {{0, done.q_begin + first, 0, done.head, p.forward.sequence.packed_q ? 0 : done.batch}};
       if constexpr (C.store_warps())
         *shared.o_box(memory, consumer) = box;
       else
@@ -572,20 +557,81 @@ struct ConsumerSm90 {
     return largest;
   }
 
-  __device__ __forceinline__ uint32_t store_rows(const Work& done, int first) const {
+  // A quad holds 8 columns of a row in pairs: exchanged, every thread has 16 bytes of two rows to write.
+  __device__ __forceinline__ uint32_t store_rows(const Work& done) const {
     uint32_t largest = 0;
-    const int r = first + warp * 16 + (lane >> 2);
-    T* const out = static_cast<T*>(p.forward.o.data) + done.head * p.forward.o.head +
-                   (done.q_begin + r) * p.forward.o.row + 2 * (lane & 3);
+    const int r = done.first_row + consumer * 64 + row_of_warpgroup(0), column = 8 * (lane & 3);
+    T* const out = static_cast<T*>(p.forward.o.data) + done.head * p.forward.o.head + column +
+                   (p.forward.sequence.packed_q ? 0 : done.batch * p.forward.o.batch) + (done.q_begin + r) * p.forward.o.row;
 #pragma unroll
-    for (int n = 0; n < C.head_dim / 8; ++n) {
-      const uint32_t upper = ptx::pack<T>(o[4 * n], o[4 * n + 1]), lower = ptx::pack<T>(o[4 * n + 2], o[4 * n + 3]);
-      largest = ptx::max_magnitude<T>(ptx::max_magnitude<T>(largest, upper), lower);
-      if (8 * n + 2 * (lane & 3) >= p.forward.head_dim_v) continue;
-      if (r < done.capacity_q) *reinterpret_cast<uint32_t*>(out + 8 * n) = upper;
-      if (r + 8 < done.capacity_q) *reinterpret_cast<uint32_t*>(out + 8 * n + 8 * p.forward.o.row) = lower;
+    for (int n = 0; n < C.head_dim / 32; ++n) {
+      uint32_t upper[4], lower[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* x = o + 16 * n + 4 * i;
+        upper[i] = ptx::pack<T>(x[0], x[1]), lower[i] = ptx::pack<T>(x[2], x[3]);
+        largest = ptx::max_magnitude<T>(ptx::max_magnitude<T>(largest, upper[i]), lower[i]);
+      }
+      ptx::quad_transpose(upper);
+      ptx::quad_transpose(lower);
+      const bool exists = 32 * n + column < p.forward.head_dim_v;
+      ptx::store_global_if(exists && r < done.capacity_q, out + 32 * n, upper);
+      ptx::store_global_if(exists && r + 8 < done.capacity_q, out + 32 * n + 8 * p.forward.o.row, lower);
     }
     return largest;
+  }
+
+  // A part of a tile goes to memory as this thread holds it, for the same thread of the block that finishes the tile.
+  static __device__ __forceinline__ bool is_part(const Work& w) {
+    return C.shares_tiles() && w.num_key_tiles > 0;
+  }
+  __device__ __forceinline__ float4* part(int block) const {  // [kO / 4: O, 1: statistics][128]
+    return reinterpret_cast<float4*>(p.parts + block * C.part_floats() + consumer * (128 * (kO + 4))) + threadIdx.x % 128;
+  }
+  __device__ __forceinline__ volatile unsigned long long* part_ready(int block) const {
+    return p.part_ready + block * C.part_flags() + consumer * 4 + warp;
+  }
+  __device__ __forceinline__ void hand_over(const RowStatistics& done_rows) const {
+    float4* const to = part(blockIdx.x);
+#pragma unroll
+    for (int n = 0; n < kO / 4; ++n) to[n * 128] = make_float4(o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]);
+    to[kO / 4 * 128] =
+        make_float4(done_rows.reference[0], done_rows.reference[1], done_rows.sum[0], done_rows.sum[1]);
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) *part_ready(blockIdx.x) = p.order.launch;
+  }
+  // Adds what the blocks before this one have of its tile: always in the same order, whoever comes first.
+  __device__ __forceinline__ void take_over() {
+    const TileOrder& order = p.order;
+    const int tile_begin = order.share_begin(blockIdx.x) / order.key_tiles * order.key_tiles;
+#pragma unroll 1
+    for (int block = blockIdx.x; order.share_begin(block) > tile_begin;) {
+      --block;
+      if (lane == 0) {
+        while (*part_ready(block) != p.order.launch) __nanosleep(100);
+        *part_ready(block) = 0;  // the same launch may come again, from a graph
+      }
+      __syncwarp();
+      __threadfence();
+      const float4* const from = part(block);
+      const float4 theirs = ptx::load_from_l2(from + kO / 4 * 128);
+      const float reference[2] = {fmaxf(rows.reference[0], theirs.x), fmaxf(rows.reference[1], theirs.y)};
+      const float mine[2] = {ptx::exp2_approx(rows.reference[0] - reference[0]), ptx::exp2_approx(rows.reference[1] - reference[1])};
+      const float factor[2] = {ptx::exp2_approx(theirs.x - reference[0]), ptx::exp2_approx(theirs.y - reference[1])};
+      const float sums[2] = {theirs.z, theirs.w};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows.reference[half] = reference[half];
+        rows.sum[half] = rows.sum[half] * mine[half] + sums[half] * factor[half];
+      }
+#pragma unroll
+      for (int n = 0; n < kO / 4; ++n) {
+        const float4 x = ptx::load_from_l2(from + n * 128);
+        o[4 * n] = o[4 * n] * mine[0] + x.x * factor[0], o[4 * n + 1] = o[4 * n + 1] * mine[0] + x.y * factor[0];
+        o[4 * n + 2] = o[4 * n + 2] * mine[1] + x.z * factor[1], o[4 * n + 3] = o[4 * n + 3] * mine[1] + x.w * factor[1];
+      }
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -593,10 +639,13 @@ struct ConsumerSm90 {
     if (lane == 0) *shared.again(memory, consumer, warp) = -1;
 #pragma unroll
     for (int n = 0; n < kO; ++n) o[n] = 0.f;
+    if constexpr (C.slots_per_tile() > 1)
+      for (int n = 0; n < consumer; ++n) q.advance();
     if (next_tile()) {
       first_step();
       while (true) {
-        // do, not for: a loop that might run zero times makes the compiler copy the accumulators.
+        // do, not for: a loop that might run zero times makes the compiler copy the accumulators. And no loop around this one: the
+        // compiler would take stage numbers for different from thread to thread, and move descriptors, two for each product.
         int n = 1;
         // ScoreKind::kGeneral looks in every step what to mask: its first tile may not be the only one with rows that end in it.
         if (!C.general() && n < unmasked_steps) do {
@@ -607,7 +656,7 @@ struct ConsumerSm90 {
           } while (++n < steps);
         if constexpr (!C.q_in_registers) {  // all products with this Q are done
           release(shared.q_empty(q.stage));
-          q.advance();
+          for (int n = 0; n < C.slots_per_tile(); ++n) q.advance();
         }
         if (!next_tile()) break;
         step_across();
@@ -621,7 +670,7 @@ struct ConsumerSm90 {
       __syncwarp();
       release(shared.o_full(consumer));
       if (*shared.again(memory, consumer, warp) >= 0) ptx::mbarrier_wait(shared.o_empty(consumer), o_parity ^ 1);
-    } else {
+    } else if constexpr (C.stages_o) {
       if (threadIdx.x % 128 == 0) ptx::tma_store_wait_all();
       ptx::barrier_sync(5 + consumer, 128);
     }

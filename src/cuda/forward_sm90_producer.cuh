@@ -23,21 +23,23 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap& map, u
 template <ForwardSm90Config C>
 __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
   Ring<C.q_slots> q;
-  TileSource<C.block_m()> source(p);
+  TileSource<C.block_m(), C.shares_tiles()> source(p);
   uint32_t parity = 0;
   for (unsigned tile = 0;; ++tile) {
     Work& work = *shared.work(memory, tile);
     source.write(work);
     ptx::mbarrier_arrive(shared.work_full(tile));
-    ptx::mbarrier_wait(shared.q_empty(q.stage), q.parity ^ 1);
-    if (work.first_row < 0) {
-      ptx::mbarrier_arrive(shared.q_full(q.stage));
-      return;
+    for (int row = 0; row < C.block_m(); row += C.q_rows, q.advance()) {
+      ptx::mbarrier_wait(shared.q_empty(q.stage), q.parity ^ 1);
+      if (work.first_row < 0) {
+        ptx::mbarrier_arrive(shared.q_full(q.stage));
+        continue;
+      }
+      ptx::mbarrier_arrive_expect(shared.q_full(q.stage), C.q_bytes());
+      load_tile<C>(shared.q(q.stage), p.q, shared.q_full(q.stage), p.loads_per_tile, C.q_rows, work.q_begin + work.first_row + row,
+                   work.head, p.forward.sequence.packed_q ? 0 : work.batch);
     }
-    ptx::mbarrier_arrive_expect(shared.q_full(q.stage), C.q_bytes());
-    load_tile<C>(shared.q(q.stage), p.q, shared.q_full(q.stage), p.loads_per_tile, C.block_m(), work.q_begin + work.first_row,
-                 work.head, p.forward.sequence.packed_q ? 0 : work.batch);
-    q.advance();
+    if (work.first_row < 0) return;
     if (p.order.counter != nullptr) {
       ptx::mbarrier_wait(shared.take_next(), parity);
       parity ^= 1;
@@ -110,7 +112,7 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p,
 
 template <ForwardSm90Config C>
 __device__ __forceinline__ void store_box(const ForwardSm90Params& p, uint32_t from, const ptx::BoxOrigin& box) {
-  const int boxes = p.loads_per_tile == 1 ? 1 : C.o_columns / 64;
+  const int boxes = p.loads_per_tile == 1 ? 1 : C.panels();
   for (int n = 0; n < boxes; ++n) {
     ptx::BoxOrigin at = box;
     at.at[0] += n * 64;
@@ -119,7 +121,7 @@ __device__ __forceinline__ void store_box(const ForwardSm90Params& p, uint32_t f
   ptx::tma_store_commit();
 }
 
-// One thread per consumer: sends what it staged, column group by column group.
+// One thread per consumer: sends what it staged.
 template <ForwardSm90Config C>
 __device__ __forceinline__ void store_output(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory,
                                              int consumer) {

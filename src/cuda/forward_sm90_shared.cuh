@@ -10,7 +10,7 @@ namespace tilewise::cuda {
 template <ForwardSm90Config C>
 struct SharedSm90 {
   uint32_t base;
-  __device__ __forceinline__ uint32_t q(int slot) const { return base + slot * C.q_bytes(); }            // [block_m, d]
+  __device__ __forceinline__ uint32_t q(int slot) const { return base + slot * C.q_bytes(); }            // [q_rows, d]
   __device__ __forceinline__ uint32_t o(int consumer) const { return base + C.o_offset() + consumer * C.o_bytes(); }
   __device__ __forceinline__ uint32_t k(int stage) const { return base + C.k_offset() + stage * C.k_bytes(); }
   __device__ __forceinline__ uint32_t v(int stage) const { return base + C.v_offset() + stage * C.v_stage_bytes(); }
@@ -38,8 +38,8 @@ struct SharedSm90 {
   }
   // Arrivals that complete a phase of barrier n, in the order above. Consumers arrive once per warp: wgmma_wait is a wait of
   // the warp.
-  static __device__ __forceinline__ uint32_t arrivals(int n) {
-    if ((n -= 2 * C.q_slots) < 0) return n < -C.q_slots ? 1 : 4 * C.consumers;
+  static __device__ __forceinline__ constexpr uint32_t arrivals(int n) {
+    if ((n -= 2 * C.q_slots) < 0) return n < -C.q_slots ? 1 : 4 * C.consumers / C.slots_per_tile();
     if ((n -= 4 * C.stages) < 0) return ((n + 4 * C.stages) / C.stages & 1) == 0 ? 1 : 4 * C.consumers;
     return n < C.consumers ? 4 : 1;
   }
@@ -48,7 +48,7 @@ struct SharedSm90 {
   }
   // Where a consumer's staged columns of O go; box.at[1] < 0: there is no more.
   __device__ __forceinline__ ptx::BoxOrigin* o_box(unsigned char* shared, int consumer) const {
-    return reinterpret_cast<ptx::BoxOrigin*>(shared + C.work_offset() + (C.kWorkSlots + consumer) * 32);
+    return reinterpret_cast<ptx::BoxOrigin*>(shared + C.o_box_offset() + consumer * 32);
   }
   // First of a warp's list of rows to be computed again, -1: none. Only that warp touches it.
   __device__ __forceinline__ int* again(unsigned char* shared, int consumer, int warp) const {

@@ -15,8 +15,18 @@ struct TileOrder {
   int32_t num_heads;        // heads of all batch entries
   int32_t section_heads;    // 0: by head, row blocks in order. Else: sections of so many heads, longest rows first
   unsigned long long* counter;  // null: tile n of block x is x + n * blocks. Else: tiles are taken from this counter
+  // Without a counter, all tiles have `key_tiles` key tiles. Those of the tiles from whole_tiles on, one after the other, may be
+  // shared out among the first `sharing_blocks` blocks: shared_each for each, and one more for the first shared_rest.
+  int32_t sharing_blocks;  // 0: every tile has one block
+  int32_t whole_tiles, key_tiles, shared_each, shared_rest;
   int32_t lead;             // with a counter: the next tile is taken when so many key tiles are still to be loaded
   uint64_t launch;          // differs from launch to launch, 40 bits, not 0: a counter that holds another is at 0
+
+  // How many of the shared key tiles the blocks before this one have.
+  TW_HOST_DEVICE int32_t share_begin(int32_t block) const {
+    block = block < sharing_blocks ? block : sharing_blocks;
+    return block * shared_each + (block < shared_rest ? block : shared_rest);
+  }
 };
 
 struct ForwardSm90Params {
@@ -29,12 +39,13 @@ struct ForwardSm90Params {
   ForwardParams forward;    // options, and what rows that are computed again need
   TileOrder order;
   float scale_log2;         // from what the exponentials see to base 2, never 0
-  uint32_t sign_flip;       // 0x80008000 if softmax_scale < 0: flips pairs of q
   int32_t window_left, window_right;  // -1 = unbounded; causal: right = 0
   bool check;               // some score may be masked: P = 0 times a value that is not finite is NaN
   int32_t always;           // 1. The compiler does not know
   int32_t* again;           // [head of a batch entry, 16 rows]: links of the lists of rows to be computed again
   int32_t again_stride;     // links per head
+  float* parts;             // [block]: O and statistics of a part of a tile that another block finishes
+  unsigned long long* part_ready;  // [block, consumer, warp]: order.launch as soon as they are there; 0 again when they are read
 };
 
 }  // namespace tilewise::cuda

@@ -141,17 +141,17 @@ __global__ void count_marks(const uint32_t* links, size_t count, unsigned long l
 }
 
 struct Device {
-  static constexpr size_t kBytes = size_t{1} << 28;
+  static constexpr size_t kBytes = size_t{1} << 28, kWorkspaceBytes = size_t{1} << 26;
   void *q, *k, *v, *o, *o2, *workspace;
   float* lse;
   double* out;
   unsigned long long* found;
-  int *cu_q, *cu_k;
+  int *cu_q, *cu_k, *pages;
   Device() {
     for (void** at : {&q, &k, &v, &o, &o2}) MUST(cudaMalloc(at, kBytes));
-    MUST(cudaMalloc(&workspace, 1 << 24)), MUST(cudaMemset(workspace, 0xff, 1 << 24));
+    MUST(cudaMalloc(&workspace, kWorkspaceBytes)), MUST(cudaMemset(workspace, 0xff, kWorkspaceBytes));
     MUST(cudaMalloc(&lse, 1 << 25)), MUST(cudaMalloc(&out, 64)), MUST(cudaMalloc(&found, 8));
-    MUST(cudaMalloc(&cu_q, 4096)), MUST(cudaMalloc(&cu_k, 4096));
+    MUST(cudaMalloc(&cu_q, 4096)), MUST(cudaMalloc(&cu_k, 4096)), MUST(cudaMalloc(&pages, 1 << 20));
   }
 };
 
@@ -169,7 +169,7 @@ tw_tensor tensor(void* data, int dtype, std::vector<int64_t> shape) {
 struct Call {
   tw_problem problem;
   Plan plan;
-  tw_tensor q, k, v, o, lse, cu_q, cu_k;
+  tw_tensor q, k, v, o, lse, cu_q, cu_k, pages;
   tw_tensors t{};
   Call(const Device& d, const std::string& text) {
     if (Status s = parse(text, &problem); !s.ok()) std::printf("%s\n", s.message().c_str()), std::exit(2);
@@ -178,7 +178,7 @@ struct Call {
       std::printf("%s: refused: %s\n", text.c_str(), reason.c_str()), std::exit(2);
     plan.problem = p;
     if (Status s = cuda::plan_forward_sm90(p, plan.target, &plan); !s.ok()) std::printf("%s\n", s.message().c_str()), std::exit(2);
-    if (plan.workspace_bytes > 1 << 24) std::printf("workspace %lld\n", static_cast<long long>(plan.workspace_bytes)), std::exit(2);
+    if (plan.workspace_bytes > static_cast<int64_t>(Device::kWorkspaceBytes)) std::printf("workspace %lld\n", static_cast<long long>(plan.workspace_bytes)), std::exit(2);
     const auto rows = [&](void* data, bool packed, int64_t s, int64_t total, int64_t h, int64_t dim) {
       return packed ? tensor(data, p.dtype, {total, h, dim}) : tensor(data, p.dtype, {p.batch, s, h, dim});
     };
@@ -194,9 +194,18 @@ struct Call {
     if (has(p, TW_HAS_LSE)) t.lse = &lse;
     if (packed_q) t.cu_seqlens_q = &cu_q;
     if (packed_k) t.cu_seqlens_k = &cu_k;
+    if (p.k_layout == TW_PAGED) {  // in an order that is none
+      k = tensor(d.k, p.dtype, {p.num_pages, p.page_size, p.num_heads_k, p.head_dim});
+      v = tensor(d.v, p.dtype, {p.num_pages, p.page_size, p.num_heads_k, p.head_dim_v});
+      pages = tensor(d.pages, TW_INT32, {p.batch, p.seqlen_k / p.page_size});
+      t.page_table = &pages;
+      std::vector<int> numbers(static_cast<size_t>(p.batch * p.seqlen_k / p.page_size));
+      for (size_t n = 0; n < numbers.size(); ++n) numbers[n] = static_cast<int>(n * 7919 % static_cast<size_t>(p.num_pages));
+      MUST(cudaMemcpy(d.pages, numbers.data(), numbers.size() * 4, cudaMemcpyHostToDevice));
+    }
   }
-  void run(const Device& d) {
-    if (Status s = cuda::run_forward_sm90(plan, t, d.workspace, nullptr); !s.ok()) std::printf("%s\n", s.message().c_str()), std::exit(2);
+  void run(const Device& d, cudaStream_t stream = nullptr) {
+    if (Status s = cuda::run_forward_sm90(plan, t, d.workspace, stream); !s.ok()) std::printf("%s\n", s.message().c_str()), std::exit(2);
   }
   size_t o_count() const { return static_cast<size_t>(query_rows(problem) * problem.num_heads_q * problem.head_dim_v); }
 };
@@ -234,7 +243,7 @@ bool check(const Device& d, const Case& c) {
   std::vector<T> first(call.o_count()), now(call.o_count());
   for (int repeat = 0; repeat < 3; ++repeat) {
     MUST(cudaMemset(d.o, 0xff, call.o_count() * 2 + 4096)), MUST(cudaMemset(d.lse, 0xff, 1 << 25));
-    MUST(cudaMemset(static_cast<uint8_t*>(d.workspace) + 64, 0x7f, (1 << 24) - 64));
+    MUST(cudaMemset(static_cast<uint8_t*>(d.workspace) + 64, 0x7f, Device::kWorkspaceBytes - 64));
     call.run(d);
     MUST(cudaDeviceSynchronize());
     MUST(cudaMemcpy(now.data(), d.o, call.o_count() * 2, cudaMemcpyDeviceToHost));
@@ -242,7 +251,8 @@ bool check(const Device& d, const Case& c) {
     else different += std::memcmp(first.data(), now.data(), call.o_count() * 2) != 0;
   }
   MUST(cudaMemset(d.found, 0, 8));
-  count_marks<<<64, 256>>>(static_cast<uint32_t*>(d.workspace) + 16, static_cast<size_t>(call.plan.workspace_bytes - 64) / 4, d.found);
+  const int64_t rows = (p.seqlen_q + call.plan.block_m - 1) / call.plan.block_m * call.plan.block_m;
+  count_marks<<<64, 256>>>(static_cast<uint32_t*>(d.workspace) + 16, static_cast<size_t>(p.batch * p.num_heads_q * rows / 16), d.found);
   MUST(cudaMemcpy(&marks, d.found, 8, cudaMemcpyDeviceToHost));
   MUST(cudaMemset(d.found, 0, 8));
   count_nan<<<512, 256>>>(static_cast<T*>(d.o), call.o_count(), d.found);
@@ -303,10 +313,20 @@ const Case kCases[] = {
     {"fwd f16 cuda b=2 hq=16 sq=2048 sk=2048 d=128", 3},
     {"fwd f16 cuda b=1 hq=16 sq=4096 sk=4096 d=128 causal", 8},
     {"fwd f16 cuda b=1 hq=16 sq=4096 sk=4096 d=128 causal", 10, kGrowing},
+    // The last tiles, or all of them, by several blocks each.
+    {"fwd bf16 cuda b=1 hq=16 sq=2200 sk=4096 d=128 no_lse"},
+    {"fwd bf16 cuda b=1 hq=4 hk=2 sq=1000 sk=8100 d=128"},
+    {"fwd bf16 cuda b=1 hq=1 sq=100 sk=24000 d=128 no_lse"},
+    {"fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128 no_lse", 8},
+    {"fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128", 10, kGrowing},
+    {"fwd f16 cuda b=1 hq=4 sq=1000 sk=8192 d=128", 2},
     {"fwd bf16 cuda b=4 hq=8 hk=2 sq=700 sk=700 d=128 packed_q=1500 packed_k=1500 causal", 1, kNormal, true, {300, 0, 700, 411}, {300, 0, 700, 411}},
     {"fwd bf16 cuda b=4 hq=8 hk=2 sq=700 sk=900 d=128 packed_q=1500 packed_k=1700", 1, kNormal, true, {300, 20, 700, 411}, {300, 900, 0, 411}},
 };
 const Case kCases64[] = {
+    {"fwd bf16 cuda b=1 hq=3 sq=1000 sk=8100 d=64 no_lse"},
+    {"fwd bf16 cuda b=1 hq=3 sq=1000 sk=8100 d=64"},
+    {"fwd bf16 cuda b=1 hq=4 sq=1000 sk=5000 d=64 no_lse", 8},
     {"fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=64"},
     {"fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=64 no_lse"},
     {"fwd bf16 cuda b=2 hq=32 sq=2048 sk=2048 d=64 causal"},
@@ -323,6 +343,7 @@ const Case kCases64[] = {
     {"fwd bf16 cuda b=1 hq=16 sq=4096 sk=4096 d=64 causal window=300,0"},
 };
 const Case kCases256[] = {
+    {"fwd bf16 cuda b=1 hq=3 sq=1000 sk=8100 d=256"},
     {"fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=256"},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=2048 d=256 causal no_lse"},
     {"fwd bf16 cuda b=3 hq=8 hk=2 sq=600 sk=1000 d=256 causal"},
@@ -354,7 +375,8 @@ int repeat(const Device& d, int times) {
   int count = 0, bad = 0;
   for (const char* text : {"fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=128 causal", "fwd bf16 cuda b=2 hq=16 hk=4 sq=1000 sk=1111 d=128 no_lse",
                            "fwd bf16 cuda b=2 hq=32 sq=1024 sk=1024 d=64 causal no_lse", "fwd bf16 cuda b=1 hq=8 sq=700 sk=8192 d=64",
-                           "fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=64", "fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=256 causal"}) {
+                           "fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=64", "fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=256 causal",
+                           "fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128 no_lse", "fwd bf16 cuda b=1 hq=5 sq=1000 sk=4000 d=256"}) {
     Call call(d, text);
     for (void* x : {d.q, d.k, d.v})
       fill<<<1024, 256>>>(static_cast<__nv_bfloat16*>(x), Device::kBytes / 2, 2048, 1000, reinterpret_cast<uint64_t>(x), 2.f, kNormal);
@@ -367,6 +389,20 @@ int repeat(const Device& d, int times) {
       else
         differ<<<512, 256>>>(static_cast<uint32_t*>(d.o), static_cast<uint32_t*>(d.o2), call.o_count() / 2, d.found);
     }
+    // The same launch again and again, from a graph.
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t program;
+    MUST(cudaStreamCreate(&stream)), MUST(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    call.run(d, stream);
+    MUST(cudaStreamEndCapture(stream, &graph)), MUST(cudaGraphInstantiate(&program, graph, 0)), MUST(cudaDeviceSynchronize());
+    for (int n = 0; n < times / 10; ++n) {
+      MUST(cudaMemsetAsync(d.o, 0xff, call.o_count() * 2, stream));
+      MUST(cudaGraphLaunch(program, stream));
+      differ<<<512, 256, 0, stream>>>(static_cast<uint32_t*>(d.o), static_cast<uint32_t*>(d.o2), call.o_count() / 2, d.found);
+    }
+    MUST(cudaStreamSynchronize(stream));
+    MUST(cudaGraphExecDestroy(program)), MUST(cudaGraphDestroy(graph)), MUST(cudaStreamDestroy(stream));
     unsigned long long found = 0;
     MUST(cudaMemcpy(&found, d.found, 8, cudaMemcpyDeviceToHost));
     ++count, bad += found != 0;

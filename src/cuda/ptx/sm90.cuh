@@ -24,6 +24,20 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32
                : "memory");
 }
 
+// 16 bytes, or nothing. A predicate and no branch: warps stay together.
+__device__ __forceinline__ void store_global_if(bool wanted, void* global, const uint32_t (&x)[4]) {
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(global),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(static_cast<uint32_t>(wanted))
+               : "memory");
+}
+
+// 16 bytes that another multiprocessor wrote: not from the L1 cache. volatile: a load that is moved up only costs registers.
+__device__ __forceinline__ float4 load_from_l2(const float4* global) {
+  float4 x;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(global) : "memory");
+  return x;
+}
+
 // Larger magnitude of each pair, with some sign; NaN if one is NaN.
 template <class T>
 __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b);

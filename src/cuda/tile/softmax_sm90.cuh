@@ -61,10 +61,18 @@ __device__ __forceinline__ void start_rows(RowStatistics& rows, const float (&s)
   }
 }
 
-// s becomes P; returns this thread's share of the sums if wanted.
-template <bool kSum, int kCount>
+// What a thread wants to know of its P besides P: with its rows' sums in the tensor cores, float16 still has to see in time
+// that P grows towards 2^16. A maximum costs the tensor cores a sixth of an addition.
+enum class Noted { kNothing, kSum, kMaximum };
+
+// s becomes P; `noted` is of this thread's columns of a row.
+template <Noted kNoted, int kCount>
 __device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&reference)[2], float scale_log2,
-                                             float (&sum)[2]) {
+                                             float (&noted)[2]) {
+  const auto note = [](float& total, float x) {
+    if constexpr (kNoted == Noted::kSum) total += x;
+    if constexpr (kNoted == Noted::kMaximum) total = fmaxf(total, x);
+  };
   float even[2] = {0.f, 0.f}, odd[2] = {0.f, 0.f};
 #pragma unroll
   for (int n = 0; n < kCount; n += 4)
@@ -74,13 +82,14 @@ __device__ __forceinline__ void exponentials(float (&s)[kCount], const float (&r
       float& y = s[n + 2 * half + 1];
       x = ptx::exp2_approx(fmaf(x, scale_log2, -reference[half]));
       y = ptx::exp2_approx(fmaf(y, scale_log2, -reference[half]));
-      if constexpr (kSum) {
-        even[half] += x;
-        odd[half] += y;
-      }
+      note(even[half], x);
+      note(odd[half], y);
     }
-  sum[0] = even[0] + odd[0];
-  sum[1] = even[1] + odd[1];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    note(even[half], odd[half]);
+    noted[half] = even[half];
+  }
 }
 
 // After a tile whose P grew large: raises the references, and scales down what was computed against the old ones, by

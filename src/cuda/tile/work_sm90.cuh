@@ -5,14 +5,17 @@
 
 namespace tilewise::cuda {
 
-struct alignas(16) Work {
+struct alignas(64) Work {
   int32_t first_row;   // < 0: there is no more work
   int32_t head, batch;
   int32_t seqlen_q, seqlen_k;  // in use
   int32_t capacity_q;          // rows that exist; they are all written
   int32_t q_begin, k_begin;    // packed: first row of the sequence. Else 0
+  // Of the tile's key tiles, counted from the top, those that this block takes; num_key_tiles = 0: all.
+  int32_t first_key_tile, num_key_tiles;
+  int32_t finishes;  // this part has the tile's last key tile: other blocks hand theirs over to it
 };
-static_assert(sizeof(Work) == 32);
+static_assert(sizeof(Work) == ForwardSm90Config::kWorkBytes);
 
 // The key tiles of a tile of queries, from the last to the first: tile n covers keys [top - (n + 1) block_n, top - n
 // block_n). If the window has an end (causal: the diagonal), `top` is one past the end of the tile's last row, less whole
@@ -40,17 +43,23 @@ __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const 
   int low = 0;
   if (p.window_left >= 0) low = max(0, work.first_row + offset - p.window_left);
   tiles.count = max(1, (tiles.top - low + kBlockN - 1) / kBlockN);
+  if (work.num_key_tiles > 0) {  // a part
+    tiles.top -= work.first_key_tile * kBlockN;
+    tiles.count = work.num_key_tiles;
+  }
   return tiles;
 }
 
 // Hands out tiles. One thread of a block uses it.
-template <int kBlockM>
+template <int kBlockM, bool kShares>
 struct TileSource {
   static constexpr int kCountBits = 24;
   const ForwardSm90Params& p;
   int tile;
+  int share_end;  // of this block's share of the tiles from whole_tiles on, what is left
 
-  __device__ __forceinline__ explicit TileSource(const ForwardSm90Params& params) : p(params), tile(blockIdx.x) {
+  __device__ __forceinline__ explicit TileSource(const ForwardSm90Params& params)
+      : p(params), tile(blockIdx.x), share_end(params.order.share_begin(blockIdx.x + 1)) {
     // The workspace holds anything. The first block to come writes this launch's number; one exchange decides, so that
     // the blocks, which all come at once, do not wait for each other in a loop (that took 20 us).
     if (p.order.counter == nullptr) return;
@@ -110,9 +119,27 @@ struct TileSource {
 
   // From the tile number on: the first one with rows, or the end.
   __device__ __forceinline__ void write(Work& work) {
+    work.num_key_tiles = 0;
+    if constexpr (kShares)
+      if (p.order.sharing_blocks > 0 && tile >= p.order.whole_tiles) return write_part(work);
     for (; tile < p.order.num_tiles; tile = take_next())
       if (decode(work)) return;
     work.first_row = -1;
+  }
+
+  // A share reaches into two tiles at most. Backwards: first what this block hands over, then the part that it finishes with
+  // what blocks before it, which never wait for it, have handed over.
+  __device__ __forceinline__ void write_part(Work& work) {
+    const int begin = p.order.share_begin(blockIdx.x), all = p.order.key_tiles;
+    work.first_row = -1;
+    if (begin == share_end) return;
+    const int shared_tile = (share_end - 1) / all, tile_begin = shared_tile * all, from = max(begin, tile_begin);
+    tile = p.order.whole_tiles + shared_tile;
+    decode(work);
+    work.finishes = share_end == tile_begin + all;
+    work.first_key_tile = from - tile_begin;
+    work.num_key_tiles = share_end - from == all ? 0 : share_end - from;
+    share_end = from;
   }
 };
 
