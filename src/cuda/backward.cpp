@@ -18,18 +18,20 @@ struct BackwardKernels {  // what one line of kernels.def compiles
   Element element;
   int head_dim;
   using Launch = int (*)(const BackwardParams&, int64_t, void*);
-  Launch launch[3][2];  // by BackwardKind; [1]: for 99 KiB of shared memory a block
+  Launch launch[3][3];  // by BackwardKind; [1]: for 99 KiB of shared memory a block, [2]: for 227
   Launch launch_if;     // plain, behind params.only_if
-  BackwardConfig config[3][2];
+  BackwardConfig config[3][3];
 };
 
 template <Element kElement, int kHeadDim, BackwardKind... kKinds>
 constexpr BackwardKernels make_kernels() {
   return {kElement,
           kHeadDim,
-          {{launch_backward<kElement, kKinds, kHeadDim, false>, launch_backward<kElement, kKinds, kHeadDim, true>}...},
+          {{launch_backward<kElement, kKinds, kHeadDim, false>, launch_backward<kElement, kKinds, kHeadDim, true>,
+            launch_backward_roomy<kElement, kKinds, kHeadDim>}...},
           launch_backward_if<kElement, kHeadDim>,
-          {{backward_config(kElement, kKinds, kHeadDim, false), backward_config(kElement, kKinds, kHeadDim, true)}...}};
+          {{backward_config(kElement, kKinds, kHeadDim, false), backward_config(kElement, kKinds, kHeadDim, true),
+            roomy_config(kElement, kKinds, kHeadDim)}...}};
 }
 
 constexpr BackwardKernels kBackwardKernels[] = {
@@ -46,6 +48,7 @@ const BackwardKernels* find_kernels(const tw_problem& p) {
 
 int shape_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
   const int limit = device_facts(target.device_index).shared_bytes_per_block;
+  if (is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
   return limit != 0 && kernels.config[static_cast<int>(kind)][0].shared_bytes() > limit;
 }
 
@@ -142,7 +145,7 @@ Status plan_backward_sm80(const tw_problem& p, const Target& target, Plan* plan)
   constexpr const char* kKindNames[] = {"plain", "dropout", "general"};
   plan->config = concat(kKindNames[static_cast<int>(kind)], ", tile ", config.block_m, "x", config.block_n(),
                         "x", config.head_dim, ", ", config.num_warps, " warps, ", config.shared_bytes(), " bytes shared",
-                        p.deterministic ? ", ordered sums" : "");
+                        p.deterministic ? ", ordered sums" : "", p.sm_margin > 0 ? ", sm_margin not used" : "");
   plan->block_m = config.block_m;
   plan->block_n = config.block_n();
   plan->num_splits = 1;

@@ -36,6 +36,7 @@ struct BackwardKernel {
   static constexpr int kD = C.head_dim / 8 / kSplit;     // n8 tiles of dK, dV: columns
   static constexpr int kSteps = C.head_dim / 16;
   static constexpr bool kWide = sizeof(T) == 4;  // float32: long steps that need registers, so fewer of them at once
+  static constexpr bool kSplits = C.split;
   static constexpr int kUnroll = kWide ? 1 : kSteps;
   // dQ: warps = query groups x column parts. Two groups of 16 queries a warp read less from shared memory than one, if enough
   // columns are left to it.
@@ -44,13 +45,17 @@ struct BackwardKernel {
   static constexpr int kQueryGroups = kBlockM / 16 / kDqM;
   static constexpr int kDQ = dq_columns(kDqM);  // n8 tiles of dQ per warp
   static constexpr int kPartDQ = kWide && kDQ % 4 == 0 ? 4 : kDQ;  // of them at a time
-  static_assert(kDQ % 2 == 0 && kN % 2 == 0 && kD % 2 == 0);
+  static_assert(kDQ % 2 == 0 && (kN % 2 == 0 || (kSplits && kN == 1)) && kD % 2 == 0);
+  static constexpr int kStepsAtOnce = kSplits && kM * kN < 4 ? 4 / (kM * kN) : 1;
   using KCopy = TileCopy<T, kBlockN, C.head_dim, C.num_threads()>;
   using QCopy = TileCopy<T, kBlockM, C.head_dim, C.num_threads()>;
   static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));      // of a row of K, V, Q, dO
   static constexpr int kPairBytes = kBlockM * static_cast<int>(sizeof(T));     // of a row of P^T, dS^T [key, query]
   static constexpr uint32_t kNoTurn = 0xffffffffu;  // a turn takes 32 rows or more of the sum of dQ, so 2^32 do not fit any GPU
   static constexpr int kTileQ = kBlockM * kBytes, kTileK = kBlockN * kBytes, kTilePair = kBlockN * kPairBytes;
+  static constexpr int kPartQ = kSplits ? kTileQ / 2 : 0, kPartK = kSplits ? kTileK / 2 : 0, kPartPair = kSplits ? kTilePair / 2 : 0;
+  // Bytes of a tile in shared memory: as it is, or of its three parts.
+  TW_HOST_DEVICE static constexpr int in_shared(int tile) { return kSplits ? tile / 2 * 3 : tile; }
 
   const BackwardParams& p;
   int b, head_k, key_block;
@@ -77,6 +82,19 @@ struct BackwardKernel {
       QCopy::load_rows(s_q, q, [&](int r) { return (i0 + r) * p.q.row; }, s.seqlen_q - i0, p.head_dim, false);
       QCopy::load_rows(s_do, dout, [&](int r) { return (i0 + r) * p.dout.row; }, s.seqlen_q - i0, p.head_dim_v, false);
     }
+    load_row_scalars(head, tile, s_lse);
+  }
+  // Q or dO alone, where they arrive one after the other to be split.
+  __device__ __forceinline__ void load_rows(const RowTensor& x, int head, int tile, uint32_t to, int cols) const {
+    const int i0 = tile * kBlockM;
+    const T* from = query_rows<const T>(x, p.sequence, s, b, head);
+    if (!kGeneral || p.aligned)
+      QCopy::template load<false>(to, from + i0 * x.row, x.row, s.seqlen_q - i0, cols);
+    else
+      QCopy::load_rows(to, from, [&](int r) { return (i0 + r) * x.row; }, s.seqlen_q - i0, cols, false);
+  }
+  __device__ __forceinline__ void load_row_scalars(int head, int tile, uint32_t s_lse) const {
+    const int i0 = tile * kBlockM;
     const int64_t padded = head * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + i0;
     for (int n = threadIdx.x; n < 2 * kBlockM; n += C.num_threads())
       ptx::cp_async_4(s_lse + n * 4, n < kBlockM ? p.lse_log2 + padded + n : p.delta + padded + n - kBlockM);
@@ -111,13 +129,15 @@ struct BackwardKernel {
       draws[0].word[n] = parity ? other : own.word[n];
       draws[1].word[n] = parity ? own.word[n] : other;
     }
-    if (!parity) return;
-    // Odd keys are the odd elements of a draw: move their windows to the even ones. Element 15's second byte is byte 0.
+    // Odd keys are the odd elements of a draw, and of a warp's only tile of eight queries may be the second of 16: move their
+    // windows to those of even ones and of the first tile. Element 15's second byte is byte 0.
+    const int shift = kN == 1 ? parity * 8 + (i >> 3 & 1) * 16 : 8;
+    if (kN == 1 ? shift == 0 : !parity) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const uint32_t first = draws[c].word[0];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) draws[c].word[n] = __funnelshift_r(draws[c].word[n], n == 3 ? first : draws[c].word[n + 1], 8);
+      for (int n = 0; n < 4; ++n) draws[c].word[n] = __funnelshift_r(draws[c].word[n], n == 3 ? first : draws[c].word[n + 1], shift);
     }
   }
   // Place of (query tile n, key group m, half) in a draw, its key's parity removed: Dropout::element. kM == 1: the warp has one
@@ -238,9 +258,9 @@ struct BackwardKernel {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int quarter = 0; quarter < 4; ++quarter) {
+      for (int quarter = 0; quarter < (kN == 1 ? 2 : 4); ++quarter) {
         const int n = 2 * step + quarter / 2, half = quarter % 2;
-        store_pair<T, kPairBytes>(tile, key_row(m, half), query_column(n), x[m][n][2 * half], x[m][n][2 * half + 1]);
+        store_pair<T, kPairBytes, kPartPair>(tile, key_row(m, half), query_column(n), x[m][n][2 * half], x[m][n][2 * half + 1]);
       }
   }
 
@@ -279,8 +299,8 @@ struct BackwardKernel {
   // dQ of this tile of queries, added to the float32 sum. Returns the turn to pass on, or kNoTurn if sums are not ordered.
   __device__ __forceinline__ uint32_t add_dq(uint32_t s_ds, uint32_t s_k, int head, int tile) const {
     const int query_group = warp % kQueryGroups, part = warp / kQueryGroups;
-    const auto lane_ds = packed(lane_address_at<T, kPairBytes>(s_ds, lane));
-    const auto lane_k = packed(lane_address_bt<T, kBytes>(s_k, lane));
+    const auto lane_ds = packed(lane_address_at<T, kPairBytes, kPartPair>(s_ds, lane));
+    const auto lane_k = packed(lane_address_bt<T, kBytes, kPartK>(s_k, lane));
     const int64_t padded = head * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + tile * kBlockM;
     float* out = p.dq_sum + (padded + query_group * kDqM * 16) * C.head_dim + (part * kDQ * 32 + lane) * 4;
     uint32_t turn = kNoTurn;
@@ -299,7 +319,7 @@ struct BackwardKernel {
         for (int n = 0; n < kPartDQ; ++n)
 #pragma unroll
           for (int e = 0; e < 4; ++e) dq[m][n][e] = 0.f;
-#pragma unroll kWide ? 1 : kBlockN / 16
+#pragma unroll kWide && !kSplits ? 1 : kBlockN / 16
       for (int step = 0; step < kBlockN / 16; ++step) {
         OperandA<T> a[kDqM];
 #pragma unroll
@@ -345,11 +365,12 @@ struct BackwardKernel {
   }
 
   __device__ __forceinline__ void run(uint32_t shared, uint32_t* marks, float* reduction) {
-    const uint32_t s_k = shared, s_v = s_k + kTileK;                       // [block_n, head_dim]
-    const uint32_t s_q = s_v + kTileK, s_do = s_q + C.num_stages * kTileQ;  // [stages, block_m, head_dim]
-    const uint32_t s_ds = s_do + C.num_stages * kTileQ;                     // [block_n, block_m]
-    const uint32_t s_p = s_ds + (C.pair_tiles() - 1) * kTilePair;           // likewise, if the columns are split
-    const uint32_t s_lse = s_ds + C.pair_tiles() * kTilePair;               // [stages, 2, block_m] float
+    const uint32_t s_k = shared, s_v = s_k + in_shared(kTileK);                        // [block_n, head_dim]
+    const uint32_t s_q = s_v + kTileK, s_do = s_q + C.num_stages * in_shared(kTileQ);  // [stages, block_m, head_dim]
+    const uint32_t s_arriving = s_do + C.num_stages * in_shared(kTileQ);               // [block_m, head_dim] of Q or dO to be split
+    const uint32_t s_ds = s_arriving + (kSplits ? kTileQ : 0);                         // [block_n, block_m]
+    const uint32_t s_p = s_ds + (C.pair_tiles() - 1) * in_shared(kTilePair);           // likewise, if the columns are split
+    const uint32_t s_lse = s_ds + C.pair_tiles() * in_shared(kTilePair);               // [stages, 2, block_m] float
     uint32_t* const key_marks = marks;                                      // [block_n], see Nonfinite
     if (threadIdx.x < kBlockN) key_marks[threadIdx.x] = 0;
     for (int n = threadIdx.x; n < 2 * kBlockM; n += C.num_threads()) marks[kBlockN + n] = 0;
@@ -372,18 +393,21 @@ struct BackwardKernel {
       const int j0 = key_block * kBlockN;
       const T* k = key_rows<const T>(p.k, p.sequence, s, head_k);
       const T* v = key_rows<const T>(p.v, p.sequence, s, head_k);
+      const uint32_t k_arrives = kSplits ? s_q : s_k;
+      static_assert(!kSplits || kTileK <= 2 * in_shared(kTileQ));
       if (!kGeneral || p.aligned) {
-        KCopy::template load<false>(s_k, k + j0 * p.k.row, p.k.row, s.seqlen_k - j0, p.head_dim);
+        KCopy::template load<false>(k_arrives, k + j0 * p.k.row, p.k.row, s.seqlen_k - j0, p.head_dim);
         KCopy::template load<false>(s_v, v + j0 * p.v.row, p.v.row, s.seqlen_k - j0, p.head_dim_v);
       } else {
-        KCopy::load_rows(s_k, k, [&](int r) { return (j0 + r) * p.k.row; }, s.seqlen_k - j0, p.head_dim, false);
+        KCopy::load_rows(k_arrives, k, [&](int r) { return (j0 + r) * p.k.row; }, s.seqlen_k - j0, p.head_dim, false);
         KCopy::load_rows(s_v, v, [&](int r) { return (j0 + r) * p.v.row; }, s.seqlen_k - j0, p.head_dim_v, false);
       }
-      load_queries(head_k * group, first_tile, s_q, s_do, s_lse);
+      if constexpr (kSplits) load_rows(p.q, head_k * group, first_tile, s_arriving, p.head_dim);
+      else load_queries(head_k * group, first_tile, s_q, s_do, s_lse);
       ptx::cp_async_commit();
 
       const int warp_keys = warp / kSplit * kM * 16;
-      const auto lane_k = packed(lane_address_a<T, kBytes>(s_k, lane)).moved(warp_keys, 0);
+      const auto lane_k = packed(lane_address_a<T, kBytes, kPartK>(s_k, lane)).moved(warp_keys, 0);
       const auto lane_v = packed(lane_address_a<T, kBytes>(s_v, lane)).moved(warp_keys, 0);
       // Queries of [full_begin, full_end) see every key of the block.
       const Range of_last = visible_queries(p.score, min(j0 + kBlockN, s.seqlen_k) - 1, s.seqlen_q, s.seqlen_k);
@@ -427,9 +451,35 @@ struct BackwardKernel {
       int head = head_k * group, tile = first_tile;
       float dalibi = 0.f;
       uint32_t turn = kNoTurn;
-      bool bad_queries = receive(0, tile);
-      const bool bad_keys = __syncthreads_or(KCopy::remove_nonfinite(s_k, key_marks));
-      bad_queries = __syncthreads_or(bad_queries);
+      bool bad_queries = false, bad_keys;
+      if constexpr (kSplits) {
+        ptx::cp_async_wait<0>();
+        const bool found = KCopy::remove_nonfinite(s_q, key_marks);
+        __syncwarp();  // a neighbouring lane may have zeroed a chunk of this one
+        split_tile<KCopy>(s_q, s_k);
+        bad_keys = __syncthreads_or(found);
+        even_columns_first<KCopy>(s_v);
+      } else {
+        bad_queries = receive(0, tile);
+        bad_keys = __syncthreads_or(KCopy::remove_nonfinite(s_k, key_marks));
+        bad_queries = __syncthreads_or(bad_queries);
+      }
+      // A tile of Q or dO has arrived: makes it parts. `next` starts the copies into the place that is free then.
+      const auto split_arrived = [&](uint32_t to, uint32_t* query_marks, auto&& next) {
+        ptx::cp_async_wait<0>();
+        bool found = false;
+        if (masked) {
+          found = QCopy::remove_nonfinite(s_arriving, query_marks);
+          __syncwarp();
+        }
+        split_tile<QCopy>(s_arriving, to);
+        next();
+        ptx::cp_async_commit();
+        if (masked)
+          bad_queries |= static_cast<bool>(__syncthreads_or(found));
+        else
+          __syncthreads();
+      };
       const auto load_ahead = [&](int n, int by) {
         int next_head = head, next_tile = tile;
         advance(next_head, next_tile, by);
@@ -443,6 +493,13 @@ struct BackwardKernel {
         const int i0 = tile * kBlockM;
         uint32_t* const query_marks = marks + kBlockN + (n & 1) * kBlockM;
 
+        if constexpr (kSplits) {
+          masked = is_masked(tile);
+          split_arrived(q_tile, query_marks, [&] {
+            load_rows(p.dout, head, tile, s_arriving, p.head_dim_v);
+            load_row_scalars(head, tile, s_lse);
+          });
+        }
         float x[kM][kN][4], dp[kM][kN][4];
 #pragma unroll
         for (int m = 0; m < kM; ++m)
@@ -451,22 +508,33 @@ struct BackwardKernel {
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[m][i][e] = dp[m][i][e] = 0.f;
         const int part = warp % kSplit;  // of the queries
-        const auto lane_q = packed(lane_address_b<T, kBytes>(q_tile, lane)).moved(part * kN * 8, 0);
-        const auto lane_do = packed(lane_address_b<T, kBytes>(do_tile, lane)).moved(part * kN * 8, 0);
+        const auto address_b = [&](uint32_t of) {
+          if constexpr (kSplits) return packed(narrow_address_b<kBytes, kPartQ, kN>(of, lane)).moved(part * kN * 8, 0);
+          else return packed(lane_address_b<T, kBytes>(of, lane)).moved(part * kN * 8, 0);
+        };
+        const auto lane_q = address_b(q_tile), lane_do = address_b(do_tile);
+        const auto multiply_by_rows = [&](float(&c)[kM][kN][4], const auto& lane_a, const auto& lane_b) {
+          if constexpr (kSplits) {
+#pragma unroll 1
+            for (int step = 0; step < kSteps; step += kStepsAtOnce) multiply_narrow<kStepsAtOnce>(c, lane_a, lane_b, step);
+          } else {
 #pragma unroll kUnroll
-        for (int step = 0; step < kSteps; ++step) {
-          OperandA<T> a[kM];
+            for (int step = 0; step < kSteps; ++step) {
+              OperandA<T> a[kM];
 #pragma unroll
-          for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_k, m * 16, step);
-          multiply_b<T>(x, a, lane_q, step);
-        }
-#pragma unroll kUnroll
-        for (int step = 0; step < kSteps; ++step) {
-          OperandA<T> a[kM];
-#pragma unroll
-          for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_v, m * 16, step);
-          multiply_b<T>(dp, a, lane_do, step);
-        }
+              for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_a, m * 16, step);
+              multiply_b<T>(c, a, lane_b, step);
+            }
+          }
+        };
+        multiply_by_rows(x, lane_k, lane_q);
+        if constexpr (kSplits)
+          split_arrived(do_tile, query_marks, [&] {
+            int next_head = head, next_tile = tile;
+            advance(next_head, next_tile, 1);
+            if (n + 1 < total) load_rows(p.q, next_head, next_tile, s_arriving, p.head_dim);
+          });
+        multiply_by_rows(dp, lane_v, lane_do);
 
         if (bad_keys || bad_queries) restore_nonfinite(x, key_marks, query_marks);
         if constexpr (kGeneral) {
@@ -478,8 +546,8 @@ struct BackwardKernel {
             pointwise(x, dp, lse_tile, false, i0, head, dropout);
         }
 
-        const auto lane_do_t = packed(lane_address_bt<T, kBytes>(do_tile, lane));
-        const auto lane_q_t = packed(lane_address_bt<T, kBytes>(q_tile, lane));
+        const auto lane_do_t = packed(lane_address_bt<T, kBytes, kPartQ>(do_tile, lane));
+        const auto lane_q_t = packed(lane_address_bt<T, kBytes, kPartQ>(q_tile, lane));
         if (n > 0) ptx::mbarrier_wait(s_free, (n - 1) & 1);  // every warp is done with the last dS
         if constexpr (kSplit == 1) {
 #pragma unroll
@@ -497,7 +565,7 @@ struct BackwardKernel {
           }
         } else {
 #pragma unroll
-          for (int step = 0; step < kN / 2; ++step) {
+          for (int step = 0; step < (kN + 1) / 2; ++step) {
             store_pairs(s_p, x, step);
             store_pairs(s_ds, dp, step);
           }
@@ -513,8 +581,8 @@ struct BackwardKernel {
             }
           }
           ptx::barrier_sync(1 + warp / kSplit, kSplit * 32);  // P and dS of these keys are complete
-          const auto lane_p = packed(lane_address_a<T, kPairBytes>(s_p, lane)).moved(warp_keys, 0);
-          const auto lane_ds = packed(lane_address_a<T, kPairBytes>(s_ds, lane)).moved(warp_keys, 0);
+          const auto lane_p = packed(lane_address_a<T, kPairBytes, kPartPair>(s_p, lane)).moved(warp_keys, 0);
+          const auto lane_ds = packed(lane_address_a<T, kPairBytes, kPartPair>(s_ds, lane)).moved(warp_keys, 0);
           if constexpr (kWide) {
 #pragma unroll 1
             for (int step = 0; step < kBlockM / 16; ++step) {
@@ -557,7 +625,7 @@ struct BackwardKernel {
           bad_queries = __syncthreads_or(bad_queries);
         else
           __syncthreads();
-        load_ahead(n + C.num_stages, C.num_stages - 1);
+        if constexpr (!kSplits) load_ahead(n + C.num_stages, C.num_stages - 1);
         pass_turn(turn, n);
         if (was_bad && threadIdx.x < kBlockM) query_marks[threadIdx.x] = 0;
         if (p.dq_sum) turn = add_dq(s_ds, s_k, this_head, this_tile);
@@ -571,7 +639,7 @@ struct BackwardKernel {
             dalibi = 0.f;
           }
         }
-        if constexpr (C.num_stages == 1) {
+        if constexpr (C.num_stages == 1 && !kSplits) {
           if (n + 1 < total) {
             bad_queries = receive(n + 1, tile);
             if (masked)
@@ -670,6 +738,14 @@ __global__ void __launch_bounds__(backward_config(kElement, kKind, kHeadDim, kSm
   extern __shared__ __align__(128) unsigned char shared[];
   if (p.only_if && *p.only_if == 0) return;
   backward_sm80_task<backward_config(kElement, kKind, kHeadDim, kSmall)>(p, blockIdx.x, shared);
+}
+
+// In the shape for GPUs with 227 KiB.
+template <Element kElement, BackwardKind kKind, int kHeadDim>
+__global__ void __launch_bounds__(roomy_config(kElement, kKind, kHeadDim).num_threads(), 1)
+    backward_sm80_roomy_kernel(const __grid_constant__ BackwardParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  backward_sm80_task<roomy_config(kElement, kKind, kHeadDim)>(p, blockIdx.x, shared);
 }
 
 // The same behind a condition that rarely holds: few blocks, which share the tasks, since blocks that only find out that there

@@ -10,15 +10,24 @@ enum class Element : int { kFloat16, kBfloat16, kFloat32 };
 
 TW_HOST_DEVICE constexpr int element_bytes(Element element) { return element == Element::kFloat32 ? 4 : 2; }
 
-// What a block gets on sm_86, sm_89 and sm_120. sm_80 gives 163 KiB, sm_90 and sm_100 227 KiB: the larger shapes fit both.
+// What a block gets on sm_86, sm_89 and sm_120, on sm_80, and on sm_90 and sm_100.
 inline constexpr int kSharedLimit = 99 * 1024;
 inline constexpr int kSharedLimitLarge = 163 * 1024;
+inline constexpr int kSharedLimitRoomy = 227 * 1024;
 
 enum class ForwardKind : int {
   kPlain,    // full, causal and window; scale > 0; 16-byte aligned rows: what training mostly runs
   kDropout,  // the same with dropout
   kGeneral,  // every option
   kFewRows,  // every option, for at most 64 rows: decoding
+};
+
+// float32 operands are three bfloat16 parts. Who splits the elements of K and V?
+enum class Split : int {
+  kWarp,    // every warp for itself, as it reads them (also: nobody, for 16-bit elements)
+  kInTurn,  // the block, as they arrive; K and V take turns in one set of tiles
+  kKeys,    // the block, K and V into tiles of their own
+  kAll,     // the block, and Q as well
 };
 
 struct ForwardConfig {
@@ -28,11 +37,17 @@ struct ForwardConfig {
   int block_m;   // queries
   int block_n;   // keys
   int num_warps;
+  Split split = Split::kWarp;
+  int unroll = 1;  // float32: steps of the head dim in one turn of the loop
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int row_groups() const { return block_m / (num_warps * 16); }  // of 16 rows, per warp
+  TW_HOST_DEVICE constexpr int query_bytes() const { return block_m * head_dim * (split == Split::kAll ? 6 : element_bytes(element)); }
+  TW_HOST_DEVICE constexpr int key_bytes() const { return block_n * head_dim * (split == Split::kWarp ? element_bytes(element) : 6); }
+  // K, V, and the floats of either as they arrive.
   TW_HOST_DEVICE constexpr int shared_bytes() const {
-    return (block_m + 2 * block_n) * head_dim * element_bytes(element) + block_n * 4;
+    return query_bytes() + (split == Split::kInTurn ? 1 : 2) * key_bytes() + (split == Split::kWarp ? 0 : block_n * head_dim * 4) +
+           block_n * 4;
   }
   // Live 32-bit registers of the main loop: O, S, an operand of one step (of float32 three parts and sums), and the addresses
   // and counters of about 40 more.
@@ -49,18 +64,32 @@ struct ForwardConfig {
 // full, bf16, TFLOP/s (docs/kernels/forward_sm80.md): d 64 309 (one group 268, 128 keys 295, Q in registers 278),
 // d 128 341 (one group 291, 32 keys 337), d 256 318 (32 keys 264).
 TW_HOST_DEVICE constexpr ForwardConfig forward_config(Element element, ForwardKind kind, int head_dim, bool small) {
-  if (element == Element::kFloat32) {  // rows of twice the bytes, operands of three parts
-    if (kind == ForwardKind::kFewRows)
-      return small && head_dim > 192 ? ForwardConfig{element, kind, head_dim, 32, 32, 2}
-                                     : ForwardConfig{element, kind, head_dim, 64, 32, 4};
-    if (head_dim <= 128) return {element, kind, head_dim, 128, 32, 4};
-    return small && head_dim > 192 ? ForwardConfig{element, kind, head_dim, 32, 32, 2} : ForwardConfig{element, kind, head_dim, 64, 32, 4};
+  // float32: rows of twice the bytes, operands of three parts. What counts is that K and V are split once and that two warps a
+  // scheduler share the waiting: d 128 60 TFLOP/s (every warp splits: 51), d 256 53 (24; four warps 32).
+  if (element == Element::kFloat32) {
+    if (small && head_dim > 192) return {element, kind, head_dim, 32, 32, 2};
+    if (kind == ForwardKind::kFewRows)  // at 128 alone one step a turn spills
+      return {element, kind, head_dim, 64, 32, 4, Split::kWarp, head_dim == 128 ? 2 : 1};
+    if (head_dim <= 64) return {element, kind, head_dim, 128, 32, 4, Split::kAll};
+    if (head_dim <= 96) return {element, kind, head_dim, 128, 32, 4, Split::kInTurn, 2};
+    if (head_dim <= 128)
+      return small ? ForwardConfig{element, kind, head_dim, 128, 32, 4} : ForwardConfig{element, kind, head_dim, 128, 32, 8, Split::kAll};
+    if (head_dim <= 192)
+      return small ? ForwardConfig{element, kind, head_dim, 64, 32, 4} : ForwardConfig{element, kind, head_dim, 128, 32, 8, Split::kInTurn, 2};
+    return {element, kind, head_dim, 64, 32, 4, Split::kInTurn};
   }
   if (kind == ForwardKind::kFewRows)  // 64 rows are mostly empty already; the loads of K and V are all that counts
     return {element, kind, head_dim, 64, head_dim <= 128 ? 64 : 32, 4};
   if (head_dim <= 128) return {element, kind, head_dim, 128, 64, 4};
   if (head_dim <= 192 || !small) return {element, kind, head_dim, 128, 64, 8};
   return {element, kind, head_dim, 64, 64, 4};
+}
+
+// The shape for GPUs with 227 KiB, where it is another one. For plain problems, so that few more kernels are to be compiled.
+TW_HOST_DEVICE constexpr ForwardConfig roomy_config(Element element, ForwardKind kind, int head_dim) {
+  if (element == Element::kFloat32 && head_dim > 192 && kind == ForwardKind::kPlain)
+    return {element, kind, head_dim, 128, 32, 8, Split::kInTurn, 2};
+  return forward_config(element, kind, head_dim, false);
 }
 
 // Two blocks of four warps do better than one of eight, where a multiprocessor has room for both, as on sm_90 and sm_100: their
@@ -81,14 +110,16 @@ struct BackwardConfig {
   int row_groups;    // of 16 keys, per warp
   int column_split;  // warps that share the same keys, each with its part of the queries of S and the columns of dK, dV
   int num_stages;    // of Q and dO
+  bool split = false;  // float32: the block splits K, Q, dO, P and dS into three bfloat16 parts, once; V is left to the warps
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int block_n() const { return num_warps / column_split * 16 * row_groups; }
   TW_HOST_DEVICE constexpr int shared_bytes() const {
     const int bytes = element_bytes(element);
-    return 2 * block_n() * head_dim * bytes + num_stages * (2 * block_m * head_dim * bytes + 2 * block_m * 4) +
-           pair_tiles() * block_n() * block_m * bytes + mark_bytes() + 64;
+    return (part_bytes() + bytes) * block_n() * head_dim + num_stages * (2 * block_m * head_dim * part_bytes() + 2 * block_m * 4) +
+           (split ? block_m * head_dim * bytes : 0) + pair_tiles() * block_n() * block_m * part_bytes() + mark_bytes() + 64;
   }
+  TW_HOST_DEVICE constexpr int part_bytes() const { return split ? 6 : element_bytes(element); }
   TW_HOST_DEVICE constexpr int pair_tiles() const { return column_split > 1 ? 2 : 1; }  // dS; and P, if it is exchanged
   TW_HOST_DEVICE constexpr int mark_bytes() const { return (block_n() + 2 * block_m) * 4; }  // rows with inf or NaN
   // dK, dV; S, dP; operands of float32; and about 40 of addresses, counters and fragments.
@@ -96,7 +127,7 @@ struct BackwardConfig {
     return row_groups * (2 * head_dim / 2 / column_split + 2 * block_m / 2 / column_split + (element == Element::kFloat32 ? 20 : 0)) + 40;
   }
   TW_HOST_DEVICE constexpr bool valid() const {
-    return num_warps % column_split == 0 && block_m / column_split % 16 == 0 && kRowPad % block_m == 0 &&
+    return num_warps % column_split == 0 && block_m / column_split % (split ? 8 : 16) == 0 && kRowPad % block_m == 0 &&
            num_warps % (block_m / 16) == 0 && head_dim % (16 * column_split) == 0 && registers() <= 255;
   }
   static constexpr int kRowPad = 128;
@@ -107,9 +138,9 @@ struct BackwardConfig {
 // dK and dV; P and dS pass through shared memory. Measured on an H200, 16k, full, bf16, TFLOP/s
 // (docs/kernels/backward_sm80.md): d 128 303 (16 keys a warp, no split: 278), d 256 238 (16 keys, two column parts: 225).
 TW_HOST_DEVICE constexpr BackwardConfig backward_config(Element element, BackwardKind kind, int head_dim, bool small) {
-  if (element == Element::kFloat32) {  // twice the bytes: what fills the shared memory decides
-    if (head_dim <= 64) return {element, kind, head_dim, 32, 4, 1, 1, 1};
-    if (head_dim <= 96) return {element, kind, head_dim, 32, 4, 1, 2, 1};
+  if (element == Element::kFloat32) {  // twice the bytes: what fills the shared memory decides. d 64 55 TFLOP/s (every warp splits: 41)
+    if (head_dim <= 64) return {element, kind, head_dim, 32, 4, 1, 1, 1, true};
+    if (head_dim <= 96) return {element, kind, head_dim, 32, 4, 1, 2, 1, true};
     if (head_dim <= 128)
       return small ? BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 2, 4, 1};
     if (head_dim <= 192)
@@ -123,9 +154,23 @@ TW_HOST_DEVICE constexpr BackwardConfig backward_config(Element element, Backwar
   return small ? BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 2, 4, 1};
 }
 
+// d 128 50 TFLOP/s (44), d 256 41 (22).
+TW_HOST_DEVICE constexpr BackwardConfig roomy_config(Element element, BackwardKind kind, int head_dim) {
+  if (element == Element::kFloat32 && head_dim > 96 && kind == BackwardKind::kPlain) {
+    if (head_dim <= 128) return {element, kind, head_dim, 32, 8, 1, 2, 1, true};
+    return {element, kind, head_dim, 32, 8, 1, 4, 1, true};
+  }
+  return backward_config(element, kind, head_dim, false);
+}
+
 // Is there a shape of its own for GPUs with 99 KiB per block?
 TW_HOST_DEVICE constexpr bool has_small(const auto& large, const auto& small) {
   return large.shared_bytes() > kSharedLimit && small.shared_bytes() <= kSharedLimit;
+}
+
+// Is there a shape of its own for GPUs with 227 KiB, and does this one have as much?
+TW_HOST_DEVICE constexpr bool is_roomy(const auto& roomy, int limit) {
+  return roomy.shared_bytes() > kSharedLimitLarge && roomy.shared_bytes() <= limit;
 }
 
 }  // namespace tilewise::cuda

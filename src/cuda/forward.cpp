@@ -16,16 +16,18 @@ struct ForwardKernels {  // what one line of kernels.def compiles
   Element element;
   int head_dim;
   using Launch = int (*)(const ForwardParams&, int64_t, void*);
-  Launch launch[4][2];  // by ForwardKind; [1]: for 99 KiB of shared memory a block
-  ForwardConfig config[4][2];
+  Launch launch[4][3];  // by ForwardKind; [1]: for 99 KiB of shared memory a block, [2]: for 227
+  ForwardConfig config[4][3];
 };
 
 template <Element kElement, int kHeadDim, ForwardKind... kKinds>
 constexpr ForwardKernels make_kernels() {
   return {kElement,
           kHeadDim,
-          {{launch_forward<kElement, kKinds, kHeadDim, false>, launch_forward<kElement, kKinds, kHeadDim, true>}...},
-          {{forward_config(kElement, kKinds, kHeadDim, false), forward_config(kElement, kKinds, kHeadDim, true)}...}};
+          {{launch_forward<kElement, kKinds, kHeadDim, false>, launch_forward<kElement, kKinds, kHeadDim, true>,
+            launch_forward_roomy<kElement, kKinds, kHeadDim>}...},
+          {{forward_config(kElement, kKinds, kHeadDim, false), forward_config(kElement, kKinds, kHeadDim, true),
+            roomy_config(kElement, kKinds, kHeadDim)}...}};
 }
 
 constexpr ForwardKernels kForwardKernels[] = {
@@ -41,10 +43,11 @@ const ForwardKernels* find_kernels(const tw_problem& p) {
   return nullptr;
 }
 
-// Which of the two shapes: the large one, unless this GPU has no room for it, or for two of the small one.
+// Which of the shapes: the large one, unless this GPU has no room for it, or for two of the small one, or for a larger one.
 int shape_for(const ForwardKernels& kernels, ForwardKind kind, const Target& target) {
   const int limit = device_facts(target.device_index).shared_bytes_per_block;
   const ForwardConfig& large = kernels.config[static_cast<int>(kind)][0];
+  if (is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
   return limit != 0 && (large.shared_bytes() > limit || prefers_small(large, kernels.config[static_cast<int>(kind)][1], limit));
 }
 
@@ -179,7 +182,7 @@ Status plan_forward_sm80(const tw_problem& p, const Target& target, Plan* plan) 
   constexpr const char* kKindNames[] = {"plain", "dropout", "general", "few rows"};
   plan->config = concat(kKindNames[static_cast<int>(cut.kind)], ", tile ", config.block_m, "x", config.block_n, "x", config.head_dim,
                         ", ", config.num_warps, " warps, ", config.shared_bytes(), " bytes shared",
-                        cut.pack > 1 ? concat(", ", cut.pack, " heads a tile") : "");
+                        cut.pack > 1 ? concat(", ", cut.pack, " heads a tile") : "", p.sm_margin > 0 ? ", sm_margin not used" : "");
   plan->block_m = config.block_m;
   plan->block_n = config.block_n;
   plan->num_splits = cut.num_splits;

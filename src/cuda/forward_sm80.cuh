@@ -113,6 +113,7 @@ struct ForwardKernel {
   static_assert(C.valid());
   using T = typename ElementType<C.element>::Type;
   static constexpr bool kGeneral = C.kind == ForwardKind::kGeneral || C.kind == ForwardKind::kFewRows;
+  static constexpr bool kMayPack = kGeneral || sizeof(T) == 2;  // plain kernels never do; float32 of 256 columns ran 6 % slower for the question
   static constexpr bool kDrops = kGeneral || C.kind == ForwardKind::kDropout;
   static constexpr bool kFast = C.head_dim <= 128 && sizeof(T) == 2;  // registers are left for the faster copies and finer steps
   static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));  // of a row
@@ -120,7 +121,11 @@ struct ForwardKernel {
   static constexpr int kN = C.block_n / 8;       // n8 tiles of S
   static constexpr int kD = C.head_dim / 8;      // n8 tiles of O
   static constexpr int kSteps = C.head_dim / 16; // k16 steps of Q K^T
-  static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kSteps;  // a step of float32 is long enough, and its parts need registers
+  static constexpr int kUnroll = sizeof(T) == 4 ? C.unroll : kSteps;  // a step of float32 is long enough, and its parts need registers
+  static constexpr bool kSplits = C.split != Split::kWarp;     // the block splits K and V
+  static constexpr bool kInTurn = C.split == Split::kInTurn;
+  static constexpr int kPartQ = C.split == Split::kAll ? C.query_bytes() / 3 : 0;  // bytes of one of three tiles
+  static constexpr int kPartK = kSplits ? C.key_bytes() / 3 : 0;
   using QCopy = TileCopy<T, C.block_m, C.head_dim, C.num_threads()>;
   using KCopy = TileCopy<T, C.block_n, C.head_dim, C.num_threads()>;
   using Layout = TileLayout<kBytes>;
@@ -130,6 +135,9 @@ struct ForwardKernel {
   DeviceSequence s;
   int warp, lane;
   bool natural;  // logits carry the scale already, as softcap, ALiBi, bias and a scale <= 0 need it
+
+  // Warps 32 threads apart by four share a scheduler: with a mask to the right, whose later rows see more, each gets as much.
+  __device__ __forceinline__ static int warp_of_rows(int warp) { return sizeof(T) == 4 && C.num_warps == 8 && warp >= 4 ? 11 - warp : warp; }
 
   // Packed row r of this block -> query and head.
   __device__ __forceinline__ int query(int r) const { return kGeneral && p.pack > 1 ? (first_row + r) / p.pack : first_row + r; }
@@ -397,9 +405,11 @@ struct ForwardKernel {
   }
 
   __device__ __forceinline__ void run(uint32_t shared, uint32_t* marks) {
-    const uint32_t s_q = shared;                                 // [block_m, head_dim]
-    const uint32_t s_k = s_q + C.block_m * kBytes;               // [block_n, head_dim]
-    const uint32_t s_v = s_k + C.block_n * kBytes;               // [block_n, head_dim]
+    const uint32_t s_q = shared;                                       // [block_m, head_dim]
+    const uint32_t s_k = s_q + C.query_bytes();                        // [block_n, head_dim]
+    const uint32_t s_v = s_k + (kInTurn ? 0 : C.key_bytes());          // [block_n, head_dim]
+    const uint32_t s_arriving = s_v + C.key_bytes();                   // [block_n, head_dim], of the K or V to be split
+    const uint32_t k_arrives = kSplits ? s_arriving : s_k, v_arrives = kSplits ? s_arriving : s_v;
     const float c = kGeneral && natural ? kLog2E : p.score.scale_log2;
 
     float o[kM][kD][4];
@@ -433,29 +443,43 @@ struct ForwardKernel {
         k = key_rows<const T>(p.k, p.sequence, s, head_k);
         v = key_rows<const T>(p.v, p.sequence, s, head_k);
       }
+      const uint32_t q_arrives = C.split == Split::kAll ? s_k : s_q;
       if (kGeneral && (p.pack > 1 || !p.aligned))
-        QCopy::load_rows(s_q, q, [&](int r) { return query_offset(p.q, r); }, s.seqlen_q * p.pack - first_row, p.head_dim,
+        QCopy::load_rows(q_arrives, q, [&](int r) { return query_offset(p.q, r); }, s.seqlen_q * p.pack - first_row, p.head_dim,
                          p.aligned);
       else
-        QCopy::template load<false>(s_q, q + first_row * p.q.row, p.q.row, s.seqlen_q - first_row, p.head_dim);
+        QCopy::template load<false>(q_arrives, q + first_row * p.q.row, p.q.row, s.seqlen_q - first_row, p.head_dim);
       if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
-      load_keys(p.k, k, s_k, (tiles.end - 1) * C.block_n, p.head_dim);
+      if constexpr (C.split == Split::kAll) {
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        split_tile<QCopy>(q_arrives, s_q);
+        __syncthreads();  // every thread has read Q where K and V will be
+      }
+      load_keys(p.k, k, k_arrives, (tiles.end - 1) * C.block_n, p.head_dim);
       ptx::cp_async_commit();
+      if constexpr (kSplits && C.split != Split::kAll) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        even_columns_first<QCopy>(s_q);
+      }
 
       // Tiles inside these bounds are visible to every row of the block.
       const int full_begin = visible_keys(p.score, min(query(last_row), s.seqlen_q - 1), s.seqlen_q, s.seqlen_k).begin;
       const int full_end = visible_keys(p.score, query(0), s.seqlen_q, s.seqlen_k).end;
 
-      const auto lane_q = lane_address_a<T, kBytes>(s_q + warp * kM * 16 * kBytes, lane);
-      const auto lane_k = lane_address_b<T, kBytes>(s_k, lane);
-      const auto lane_v = lane_address_bt<T, kBytes>(s_v, lane);
+      const auto lane_q = lane_address_a<T, kBytes, kPartQ>(s_q + warp * kM * 16 * (kPartQ > 0 ? kBytes / 2 : kBytes), lane);
+      const auto lane_k = lane_address_b<T, kBytes, kPartK>(s_k, lane);
+      const auto lane_v = lane_address_bt<T, kBytes, kPartK>(s_v, lane);
 
 #pragma unroll 1
       for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
         const int j0 = tile * C.block_n;
         ptx::cp_async_wait<0>();
+        if constexpr (kInTurn) __syncthreads();  // every warp is done with the last V
+        if constexpr (kSplits) split_tile<KCopy>(s_arriving, s_k);
         __syncthreads();  // K is here, and every warp is done with the last V
-        load_keys(p.v, v, s_v, j0, p.head_dim_v);
+        load_keys(p.v, v, v_arrives, j0, p.head_dim_v);
         ptx::cp_async_commit();
 
         float x[kM][kN][4];
@@ -465,12 +489,21 @@ struct ForwardKernel {
           for (int n = 0; n < kN; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
+        // A warp none of whose rows sees the tile only copies and waits (16-bit elements: not worth the branches).
+        bool sees = true;
+        if (sizeof(T) == 4 && (j0 < full_begin || j0 + C.block_n > full_end)) {
+          const int first = query(warp * kM * 16), last = min(query(warp * kM * 16 + kM * 16 - 1), s.seqlen_q - 1);
+          sees = j0 < visible_keys(p.score, last, s.seqlen_q, s.seqlen_k).end &&
+                 j0 + C.block_n > visible_keys(p.score, first, s.seqlen_q, s.seqlen_k).begin;
+        }
+        if (sees) {
 #pragma unroll kUnroll
-        for (int step = 0; step < kSteps; ++step) {
-          OperandA<T> a[kM];
+          for (int step = 0; step < kSteps; ++step) {
+            OperandA<T> a[kM];
 #pragma unroll
-          for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_q, m * 16, step);
-          multiply_b<T>(x, a, lane_k, step);
+            for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_q, m * 16, step);
+            multiply_b<T>(x, a, lane_k, step);
+          }
         }
 
         bool masked = j0 < full_begin || j0 + C.block_n > full_end;
@@ -482,13 +515,26 @@ struct ForwardKernel {
 
         ptx::cp_async_wait<0>();
         bool nonfinite = false;
-        if (masked || sizeof(T) == 4)  // the parts of an infinite float32 sum to NaN: it never goes through the products
+        if constexpr (kSplits) {
+          const bool found = KCopy::remove_nonfinite(s_arriving, marks);
+          if constexpr (kInTurn) __syncthreads();  // every warp is done with K
+          else __syncwarp();                       // a neighbouring lane may have zeroed a chunk of this one
+          split_tile<KCopy>(s_arriving, s_v);
+          nonfinite = __syncthreads_or(found);
+        } else if (masked || sizeof(T) == 4)  // the parts of an infinite float32 sum to NaN: it never goes through the products
           nonfinite = __syncthreads_or(KCopy::remove_nonfinite(s_v, marks));
         else
           __syncthreads();  // V is here, and every warp is done with K
-        if (tile > tiles.begin) load_keys(p.k, k, s_k, j0 - C.block_n, p.head_dim);
+        if (tile > tiles.begin) load_keys(p.k, k, k_arrives, j0 - C.block_n, p.head_dim);
         ptx::cp_async_commit();
 
+        if (!sees) {
+          if (nonfinite) {
+            __syncthreads();
+            if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
+          }
+          continue;
+        }
         update_reference<kGeneral>(row, x, o, c);
         float shift[kM][2];
         make_shift(shift, row, x, c);
@@ -523,39 +569,61 @@ struct ForwardKernel {
   }
 };
 
-// Grid: x = row block, longest first, inside head, inside split, inside batch entry (one more when rows are packed).
-template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
-__global__ void __launch_bounds__(forward_config(kElement, kKind, kHeadDim, kSmall).num_threads(), 1)
-    forward_sm80_kernel(const __grid_constant__ ForwardParams p) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  constexpr ForwardConfig C = forward_config(kElement, kKind, kHeadDim, kSmall);
+// Grid: x = row block, longest first, inside head, inside split, inside batch entry (one more when rows are packed); float32 with a
+// mask to the right: row block outside all of them.
+template <ForwardConfig C>
+__device__ __forceinline__ void forward_sm80_block(const ForwardParams& p, unsigned char* shared) {
   using Kernel = ForwardKernel<C>;
-  const int heads = p.sequence.num_heads_q / p.pack;
+  const int pack = Kernel::kMayPack ? p.pack : 1;
+  const int heads = p.sequence.num_heads_q / pack;
   unsigned index = blockIdx.x;
-  const int block = p.num_blocks - 1 - static_cast<int>(index % p.num_blocks);
-  index /= p.num_blocks;
+  int block;
+  if (sizeof(typename Kernel::T) == 4 && p.score.window_right >= 0) {
+    // The longest of all heads first: one block of float32 a multiprocessor takes so long that the last ones are the tail.
+    const unsigned others = gridDim.x / p.num_blocks;
+    block = p.num_blocks - 1 - static_cast<int>(index / others);
+    index %= others;
+  } else {
+    block = p.num_blocks - 1 - static_cast<int>(index % p.num_blocks);
+    index /= p.num_blocks;
+  }
   const int h = static_cast<int>(index % heads);
   index /= heads;
   const int split = static_cast<int>(index % p.num_splits);
   const int b = static_cast<int>(index / p.num_splits);
   if (b >= p.sequence.batch) {
     if (split == 0)
-      for (int n = 0; n < p.pack; ++n) zero_packed_tail<typename Kernel::T>(p, h * p.pack + n, block, C.block_m);
+      for (int n = 0; n < pack; ++n) zero_packed_tail<typename Kernel::T>(p, h * pack + n, block, C.block_m);
     return;
   }
   Kernel kernel{p};
   kernel.b = b;
   kernel.s = resolve(p.sequence, b);
   kernel.first_row = block * C.block_m;
-  if (kernel.first_row >= kernel.s.capacity_q * p.pack) return;
-  kernel.first_head = h * p.pack;
+  if (kernel.first_row >= kernel.s.capacity_q * pack) return;
+  kernel.first_head = h * pack;
   kernel.head_k = kernel.first_head / (p.sequence.num_heads_q / p.sequence.num_heads_k);
   kernel.split = split;
-  kernel.warp = threadIdx.x / 32;
+  kernel.warp = Kernel::warp_of_rows(threadIdx.x / 32);
   kernel.lane = threadIdx.x % 32;
   kernel.natural = Kernel::kGeneral && (p.score.softcap > 0 || p.score.alibi || p.score.bias || !(p.score.scale > 1e-30f));
   kernel.run(ptx::shared_address(shared),
-             reinterpret_cast<uint32_t*>(shared + (C.block_m + 2 * C.block_n) * Kernel::kBytes));
+             reinterpret_cast<uint32_t*>(shared + C.shared_bytes() - C.block_n * 4));
+}
+
+template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
+__global__ void __launch_bounds__(forward_config(kElement, kKind, kHeadDim, kSmall).num_threads(), 1)
+    forward_sm80_kernel(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  forward_sm80_block<forward_config(kElement, kKind, kHeadDim, kSmall)>(p, shared);
+}
+
+// In the shape for GPUs with 227 KiB.
+template <Element kElement, ForwardKind kKind, int kHeadDim>
+__global__ void __launch_bounds__(roomy_config(kElement, kKind, kHeadDim).num_threads(), 1)
+    forward_sm80_roomy_kernel(const __grid_constant__ ForwardParams p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  forward_sm80_block<roomy_config(kElement, kKind, kHeadDim)>(p, shared);
 }
 
 }  // namespace tilewise::cuda

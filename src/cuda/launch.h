@@ -15,9 +15,13 @@ struct ForwardSm90Params;  // params_sm90.h; has the driver's types
 // compile for class-type template arguments of a __global__.
 template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
 int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream);
+template <Element kElement, ForwardKind kKind, int kHeadDim>
+int launch_forward_roomy(const ForwardParams& params, int64_t num_blocks, void* stream);
 
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
 int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stream);
+template <Element kElement, BackwardKind kKind, int kHeadDim>
+int launch_backward_roomy(const BackwardParams& params, int64_t num_blocks, void* stream);
 
 // `early`: the kernel may start before those ahead of it in the stream have ended, and waits by itself.
 template <Element kElement, int kHeadDim>
@@ -38,7 +42,11 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
   extern template int launch_forward<Element::element, ForwardKind::kGeneral, head_dim, false>(const ForwardParams&, int64_t, void*); \
   extern template int launch_forward<Element::element, ForwardKind::kGeneral, head_dim, true>(const ForwardParams&, int64_t, void*); \
   extern template int launch_forward<Element::element, ForwardKind::kFewRows, head_dim, false>(const ForwardParams&, int64_t, void*); \
-  extern template int launch_forward<Element::element, ForwardKind::kFewRows, head_dim, true>(const ForwardParams&, int64_t, void*);
+  extern template int launch_forward<Element::element, ForwardKind::kFewRows, head_dim, true>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward_roomy<Element::element, ForwardKind::kPlain, head_dim>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward_roomy<Element::element, ForwardKind::kDropout, head_dim>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward_roomy<Element::element, ForwardKind::kGeneral, head_dim>(const ForwardParams&, int64_t, void*); \
+  extern template int launch_forward_roomy<Element::element, ForwardKind::kFewRows, head_dim>(const ForwardParams&, int64_t, void*);
 #define TW_FORWARD_SM90(element, head_dim) \
   extern template int launch_forward_sm90<Element::element, head_dim>(const ForwardSm90Config&, const ForwardSm90Params&, int, void*);
 #define TW_BACKWARD_SM80(element, head_dim) \
@@ -48,6 +56,9 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
   extern template int launch_backward<Element::element, BackwardKind::kDropout, head_dim, true>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, false>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, true>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward_roomy<Element::element, BackwardKind::kPlain, head_dim>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward_roomy<Element::element, BackwardKind::kDropout, head_dim>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward_roomy<Element::element, BackwardKind::kGeneral, head_dim>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward_if<Element::element, head_dim>(const BackwardParams&, int64_t, void*);
 #define TW_DECODE_SM80(element, head_dim) \
   extern template int launch_decode<Element::element, head_dim>(const ForwardParams&, int64_t, bool, void*);

@@ -16,6 +16,17 @@ int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stre
                                                                   static_cast<cudaStream_t>(stream));
 }
 
+template <Element kElement, BackwardKind kKind, int kHeadDim>
+int launch_backward_roomy(const BackwardParams& params, int64_t num_blocks, void* stream) {
+  constexpr BackwardConfig C = roomy_config(kElement, kKind, kHeadDim);
+  static_assert(C.shared_bytes() <= kSharedLimitRoomy);
+  if constexpr (C.shared_bytes() <= kSharedLimitLarge)
+    return launch_backward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);
+  else
+    return launch<backward_sm80_roomy_kernel<kElement, kKind, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
+                                                                         static_cast<cudaStream_t>(stream));
+}
+
 template <Element kElement, int kHeadDim>
 int launch_backward_if(const BackwardParams& params, int64_t num_blocks, void* stream) {
   constexpr BackwardConfig C = backward_config(kElement, BackwardKind::kPlain, kHeadDim, false);

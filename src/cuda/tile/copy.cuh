@@ -11,6 +11,7 @@ namespace tilewise::cuda {
 template <class T, int kRows, int kCols, int kThreads>
 struct TileCopy {
   using Layout = TileLayout<kCols * static_cast<int>(sizeof(T))>;
+  static constexpr int kTileRows = kRows, kTileThreads = kThreads;
   static constexpr int kPerChunk = 16 / static_cast<int>(sizeof(T));  // elements
   static constexpr int kChunks = kCols / kPerChunk;
   static constexpr int kThreadsPerRow = kChunks % 16 == 0 ? 16 : kChunks % 8 == 0 ? 8 : 4;
