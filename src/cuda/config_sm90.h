@@ -104,7 +104,8 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr bool exists() const {
     if (shape == Sm90Shape::kD64General && !general()) return false;
     if (general() && shape != Sm90Shape::kD64General && shape != Sm90Shape::kD128Short && shape != Sm90Shape::kD256) return false;
-    return !ones() || (!general() && (head_dim == 128 || (head_dim == 64 && element == Element::kBfloat16 && shape != Sm90Shape::kD64)));
+    const bool pays = head_dim == 128 || (head_dim == 64 && element == Element::kBfloat16 && shape != Sm90Shape::kD64);
+    return !ones() || (!general() && pays);
   }
 
   // A consumer lets go of the values that it skips only with its next product. Until then it holds those of its first tile,

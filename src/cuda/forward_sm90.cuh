@@ -50,11 +50,12 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
   if (warpgroup == 0) {
     ptx::give_registers<C.producer_registers()>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) {
-      if (warp == 0) {
-        ptx::wait_for_previous_kernels();
-        load_keys_and_values<C>(p, shared, memory);
-      } else if (warp == 1) {
+    const int lane = threadIdx.x % 32;
+    if (warp == 0 && (C.general() || lane == 0)) {
+      ptx::wait_for_previous_kernels();
+      load_keys_and_values<C>(p, shared, memory, C.general() ? lane : 0);
+    } else if (lane == 0) {
+      if (warp == 1) {
         ptx::wait_for_previous_kernels();
         hand_out_tiles<C>(p, shared, memory);
       } else if (C.store_warps()) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -38,17 +39,13 @@ bool ends_differ(const tw_problem& p) {
   return right >= 0 && (right < p.seqlen_q || !lengths_decide(p));
 }
 
-// Tiles of one length need no counter; those of packed sequences and under a mask differ.
-bool tiles_are_even(const tw_problem& p) {
-  const int64_t left = mask_of(p).left;
-  return (left < 0 || left >= p.seqlen_k) && !ends_differ(p) && p.q_layout == TW_DENSE && p.k_layout != TW_PACKED &&
-         (p.features & (TW_HAS_SEQUSED_K | TW_HAS_SEQUSED_Q | TW_HAS_LEFTPAD_K)) == 0;
-}
-
 Sm90Shape choose_shape(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   if (d > 128) return Sm90Shape::kD256;
-  if (d > 64) return ends_differ(p) && p.seqlen_k <= 2048 && lengths_decide(p) ? Sm90Shape::kD128Short : Sm90Shape::kD128;
+  if (d > 64) {
+    const bool masks_much = ends_differ(p) && p.seqlen_q > 128 && p.seqlen_k <= 2048;
+    return masks_much && lengths_decide(p) ? Sm90Shape::kD128Short : Sm90Shape::kD128;
+  }
   if (ends_differ(p)) return Sm90Shape::kD64Causal;
   return p.seqlen_k >= 8192 && lengths_decide(p) ? Sm90Shape::kD64 : Sm90Shape::kD64Short;
 }
@@ -102,7 +99,29 @@ const Sm90Kernels* find_kernels(const tw_problem& p) {
   return nullptr;
 }
 
+// Query heads that share a tile: so many that there are at least 5 % fewer tiles.
+int64_t choose_heads(const tw_problem& p, const ForwardSm90Config& config) {
+  // Where blocks cannot share tiles, those that are left would have too few blocks.
+  if (!config.shares_tiles() || !lengths_decide(p) || p.num_heads_k == 0) return 1;
+  const auto tiles = [&](int64_t heads) { return ceil_div(p.seqlen_q, config.block_m() / heads) * (p.num_heads_q / heads); };
+  int64_t best = 1;
+  for (int64_t heads = 2; group_size(p) % heads == 0 && config.block_m() / heads >= 16; heads *= 2)
+    if (20 * tiles(heads) <= 19 * tiles(best)) best = heads;
+  return best;
+}
+
+// Key tiles of a tile that begins with a row: tile/work_sm90.cuh's key_tiles(), where all sequences have one length and no window
+// begins.
+int64_t count_key_tiles(const tw_problem& p, const ForwardSm90Config& config, int64_t first_row, int64_t tile_rows) {
+  if (!ends_differ(p)) return ceil_div(p.seqlen_k, config.block_n);
+  int64_t top = first_row + tile_rows + p.seqlen_k - p.seqlen_q + mask_of(p).right;
+  top -= std::max<int64_t>(0, top - p.seqlen_k) / config.block_n * config.block_n;
+  return std::max<int64_t>(1, ceil_div(top, config.block_n));
+}
+
 struct Cut {
+  int64_t tile_heads, tile_rows;
+  bool even;
   int64_t num_blocks, num_tiles, again_stride, again_bytes;
   int64_t grid;  // thread blocks
   int64_t whole_tiles, key_tiles, sharing_blocks;  // of TileOrder
@@ -113,24 +132,32 @@ constexpr int64_t kCounterBytes = 64;
 
 Cut cut_forward(const tw_problem& p, const ForwardSm90Config& config, int multiprocessors) {
   Cut cut = {};
-  cut.num_blocks = ceil_div(p.seqlen_q, config.block_m());
-  cut.num_tiles = cut.num_blocks * p.batch * p.num_heads_q;
-  cut.again_stride = cut.num_blocks * config.block_m() / 16;
+  cut.tile_heads = choose_heads(p, config);
+  cut.tile_rows = config.block_m() / cut.tile_heads;
+  cut.num_blocks = ceil_div(p.seqlen_q, cut.tile_rows);
+  cut.num_tiles = cut.num_blocks * p.batch * (p.num_heads_q / cut.tile_heads);
+  cut.again_stride = cut.num_blocks * cut.tile_rows / 16;
+  // Tiles of one length, almost, need no counter. Those of packed sequences and of many rows under a mask differ.
+  const int64_t left = mask_of(p).left;
+  cut.key_tiles = count_key_tiles(p, config, (cut.num_blocks - 1) * cut.tile_rows, cut.tile_rows);
+  cut.even = (left < 0 || left >= p.seqlen_k) && p.q_layout == TW_DENSE && p.k_layout != TW_PACKED &&
+             (p.features & (TW_HAS_SEQUSED_K | TW_HAS_SEQUSED_Q | TW_HAS_LEFTPAD_K)) == 0 &&
+             cut.key_tiles - count_key_tiles(p, config, 0, cut.tile_rows) <= 1;
   cut.again_bytes = cut.again_stride * p.batch * p.num_heads_q * 4;
   const int64_t most = std::max<int64_t>(1, multiprocessors - std::max<int64_t>(p.sm_margin, 0));
   cut.grid = std::min(most, cut.num_tiles);
-  if (!tiles_are_even(p)) return cut;
+  // With rows that end at different keys, a consumer must not have key tiles to skip.
+  if (!cut.even || (ends_differ(p) && config.skips() && cut.tile_rows > 64)) return cut;
   // The tiles of the last round, in which not every block would have one.
-  const int64_t left = cut.num_tiles % most;
-  cut.whole_tiles = cut.num_tiles - left;
-  cut.key_tiles = ceil_div(p.seqlen_k, config.block_n);
-  if (left == 0 || !config.shares_tiles() || p.batch_invariant || left * cut.key_tiles >= int64_t{1} << 30) return cut;
+  const int64_t rest = cut.num_tiles % most;
+  cut.whole_tiles = cut.num_tiles - rest;
+  if (rest == 0 || !config.shares_tiles() || p.batch_invariant || rest * cut.key_tiles >= int64_t{1} << 30) return cut;
   // To hand a part over and to take it over costs each about as much as a key tile, and beginning and ending a tile twice
   // as two more: parts of at least the square root of all, so that nobody has too many to take over.
   int64_t fewest = 4;
   while (fewest * fewest < cut.key_tiles) ++fewest;
-  const int64_t blocks = std::min(most, left * cut.key_tiles / fewest);
-  if (blocks <= left || ceil_div(left * cut.key_tiles, blocks) + 4 >= cut.key_tiles) return cut;
+  const int64_t blocks = std::min(most, rest * cut.key_tiles / fewest);
+  if (blocks <= rest || ceil_div(rest * cut.key_tiles, blocks) + 4 >= cut.key_tiles) return cut;
   cut.sharing_blocks = blocks;
   cut.grid = std::max(cut.grid, blocks);
   cut.part_bytes = blocks * config.part_floats() * 4;
@@ -166,13 +193,14 @@ std::string refuse_forward_sm90(const tw_problem& p) {
   if (p.dropout_p != 0 && p.k_layout == TW_PAGED && has(p, TW_HAS_LEFTPAD_K)) return "dropout with left padding in pages";
   if (has(p, TW_HAS_BIAS)) return "bias";
   if (p.num_splits > 1) return "num_splits over 1";
-  if (p.seqlen_q <= 64 && lengths_decide(p)) return concat("seqlen_q ", p.seqlen_q, ": 64 rows a warpgroup would be mostly empty");
   if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
   if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
   const ForwardSm90Config config = choose(p);
   if (find_kernels(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
-  const int64_t tiles = cut_forward(p, config, 1).num_tiles;
-  if (tiles >= 1 << 24) return concat(tiles, " tiles: at most 2^24 - 1");
+  const Cut cut = cut_forward(p, config, 1);
+  if (const int64_t rows = p.seqlen_q * cut.tile_heads; rows <= 64 && lengths_decide(p))
+    return concat("seqlen_q ", p.seqlen_q, ", ", cut.tile_heads, " heads a tile: 64 rows a warpgroup would be mostly empty");
+  if (const int64_t tiles = cut.num_tiles; tiles >= 1 << 24) return concat(tiles, " tiles: at most 2^24 - 1");
   return "";
 }
 
@@ -188,6 +216,7 @@ Status plan_forward_sm90(const tw_problem& p, const Target& target, Plan* plan) 
   plan->config = concat("tile ", config.block_m(), "x", config.block_n, "x", config.head_dim, ", ", config.consumers,
                         " consumer warpgroups, ", config.stages, " stages, ", config.shared_bytes(), " bytes shared, sums ",
                         config.ones() ? "by a column of ones" : "in float32");
+  if (cut.tile_heads > 1) plan->config += concat(", ", cut.tile_heads, " heads a tile");
   if (cut.part_bytes > 0)
     plan->config += concat(", the last ", cut.num_tiles - cut.whole_tiles, " tiles by ", cut.sharing_blocks, " blocks");
   plan->block_m = config.block_m();
@@ -213,7 +242,14 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   const bool whole = p.head_dim % 64 == 0 && p.head_dim_v % 64 == 0;
   params.loads_per_tile = whole ? 1 : config.panels();
   const int panels = whole ? config.panels() : 1;
-  TW_RETURN_IF_ERROR(tensor_map({t.q, p.head_dim, config.q_rows, panels}, &params.q));
+  const auto box = [&](int rows, int* heads) {  // of so many rows of a tile
+    const int in_head = std::min(rows, static_cast<int>(cut.tile_rows));
+    *heads = cut.tile_heads > 1 ? rows / in_head : 0;
+    return in_head;
+  };
+  int q_heads, o_heads;
+  const int q_rows = box(config.q_rows, &q_heads), o_rows = box(64, &o_heads);
+  TW_RETURN_IF_ERROR(tensor_map({t.q, p.head_dim, q_rows, panels, q_heads}, &params.q));
   params.key_loads = params.loads_per_tile;
   int key_rows = config.block_n, key_panels = panels;
   if (p.k_layout == TW_PAGED) {
@@ -223,7 +259,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   params.key_align = std::max(p.dropout_p != 0 ? 32 : 1, params.page_rows);
   TW_RETURN_IF_ERROR(tensor_map({t.k, p.head_dim, key_rows, key_panels}, &params.k));
   TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, key_rows, key_panels}, &params.v));
-  TW_RETURN_IF_ERROR(tensor_map({t.o, p.head_dim_v, 64, panels}, &params.o));
+  TW_RETURN_IF_ERROR(tensor_map({t.o, p.head_dim_v, o_rows, panels, o_heads}, &params.o));
 
   ForwardParams& forward = params.forward;
   forward.sequence = sequence_params(p, t);
@@ -255,11 +291,14 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   TileOrder& order = params.order;
   order.num_tiles = static_cast<int32_t>(cut.num_tiles);
   order.num_blocks = static_cast<int32_t>(cut.num_blocks);
-  order.num_heads = static_cast<int32_t>(p.batch * p.num_heads_q);
+  order.tile_rows = static_cast<int32_t>(cut.tile_rows);
+  order.tile_heads = static_cast<int32_t>(cut.tile_heads);
+  order.row_bits = 31;
+  if (cut.tile_heads > 1) order.row_bits = std::countr_zero(static_cast<uint32_t>(cut.tile_rows));
+  order.num_heads = static_cast<int32_t>(p.batch * (p.num_heads_q / cut.tile_heads));
   params.window_left = forward.score.window_left;
   params.window_right = forward.score.window_right;
   if (ends_differ(p)) params.window_right = static_cast<int32_t>(std::min<int64_t>(mask_of(p).right, 1 << 29));
-  const bool even = tiles_are_even(p);
   if (cut.sharing_blocks > 0) {
     const int64_t shared = (cut.num_tiles - cut.whole_tiles) * cut.key_tiles;
     order.sharing_blocks = static_cast<int32_t>(cut.sharing_blocks);
@@ -268,9 +307,9 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     order.shared_each = static_cast<int32_t>(shared / cut.sharing_blocks);
     order.shared_rest = static_cast<int32_t>(shared % cut.sharing_blocks);
   }
-  if (!even) {
+  if (!cut.even) {
     order.counter = static_cast<unsigned long long*>(workspace);
-    order.section_heads = static_cast<int32_t>(section_heads(p, config));
+    order.section_heads = static_cast<int32_t>(std::max<int64_t>(1, section_heads(p, config) / cut.tile_heads));
   }
   // Numbers spread over 40 bits: the workspace may hold what an earlier launch or another program left there.
   static std::atomic<uint64_t> launches{0};
@@ -285,7 +324,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     // A zero scale gives every visible key the same weight; the smallest normal number does, too, and -inf stays -inf.
     params.scale_log2 = std::max(scale, 0x1p-126f);
   }
-  params.check = !even || p.seqlen_k % config.block_n != 0;
+  params.check = !cut.even || ends_differ(p) || p.seqlen_k % config.block_n != 0;
   params.always = 1;
   char* const behind_counter = static_cast<char*>(workspace) + kCounterBytes;
   params.again = reinterpret_cast<int32_t*>(behind_counter);

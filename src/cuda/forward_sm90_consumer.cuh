@@ -58,18 +58,25 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (C.ping_pong) ptx::barrier_arrive(1 + (consumer + 1 == C.consumers ? 0 : consumer + 1), 256);
   }
-  __device__ __forceinline__ int row_of_warpgroup(int half) const { return warp * 16 + half * 8 + (lane >> 2); }
-  __device__ __forceinline__ int row_of_tile(int half) const { return consumer * 64 + row_of_warpgroup(half); }
+  // Rows are counted in their head of the tile; several heads may share a tile.
+  __device__ __forceinline__ int in_head(int row) const { return row & ((1u << p.order.row_bits) - 1); }
+  __device__ __forceinline__ int head_of_warp(const Work& w) const {
+    return w.head + ((consumer * 64 + warp * 16) >> p.order.row_bits);
+  }
+  __device__ __forceinline__ int row_of_warp() const { return in_head(consumer * 64 + warp * 16); }
+  __device__ __forceinline__ int row_of_thread(int half) const { return row_of_warp() + half * 8 + (lane >> 2); }
+  __device__ __forceinline__ int first_of_consumer() const { return in_head(consumer * 64); }  // its last one: 63 below, at most
+  __device__ __forceinline__ int rows_of_consumer() const { return min(64, p.order.tile_rows); }
   __device__ __forceinline__ const Work& work(unsigned n) const { return *shared.work(memory, n); }
 
   // Key past the last one of this consumer's first key tile.
   __device__ __forceinline__ int top_key(const Work& w, int skip) const {
-    return key_tiles<C.block_m(), C.block_n, C.general()>(p, w).top - skip * C.block_n;
+    return key_tiles<C.block_n, C.general()>(p, w).top - skip * C.block_n;
   }
   // Whole key tiles beyond the ends of all of this consumer's rows.
   __device__ __forceinline__ int skipped(const Work& w, const KeyTiles& tiles) const {
     if (!C.skips() || p.window_right < 0) return 0;
-    const int end = w.first_row + w.seqlen_k - w.seqlen_q + p.window_right + 64 * (consumer + 1);
+    const int end = w.first_row + w.seqlen_k - w.seqlen_q + p.window_right + first_of_consumer() + rows_of_consumer();
     return min(tiles.count - 1, max(0, tiles.top - end) / C.block_n);
   }
 
@@ -83,19 +90,22 @@ struct ConsumerSm90 {
       const int r = consumer * 64 + warp * 16 + (lane & 15);
 #pragma unroll
       for (int step = 0; step < C.head_dim / 16; ++step)
-        ptx::ldmatrix_x4(*reinterpret_cast<uint32_t(*)[4]>(query + 4 * step), s_q + Panels<C.block_m()>::chunk_offset(r, 2 * step + (lane >> 4)));
+        ptx::ldmatrix_x4(*reinterpret_cast<uint32_t(*)[4]>(query + 4 * step),
+                         s_q + Panels<C.block_m()>::chunk_offset(r, 2 * step + (lane >> 4)));
       __syncwarp();
       release(shared.q_empty(q.stage));
       q.advance();
     }
-    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n, C.general()>(p, w);
+    const KeyTiles tiles = key_tiles<C.block_n, C.general()>(p, w);
     const int skip = skipped(w, tiles);
     steps = tiles.count - skip;
     int low = 0;  // first key that all rows see
-    if (p.window_left >= 0) low = max(0, w.first_row + consumer * 64 + 63 + w.seqlen_k - w.seqlen_q - p.window_left);
+    if (p.window_left >= 0)
+      low = max(0, w.first_row + first_of_consumer() + rows_of_consumer() - 1 + w.seqlen_k - w.seqlen_q - p.window_left);
     unmasked_steps = min(steps, max(0, tiles.top - skip * C.block_n - low) / C.block_n);
     int high = w.seqlen_k;  // one past the last key that all rows see
-    if (p.window_right >= 0) high = min(high, w.first_row + consumer * 64 + w.seqlen_k - w.seqlen_q + p.window_right + 1);
+    if (p.window_right >= 0)
+      high = min(high, w.first_row + first_of_consumer() + w.seqlen_k - w.seqlen_q + p.window_right + 1);
     upper_steps = (max(0, tiles.top - skip * C.block_n - high) + C.block_n - 1) / C.block_n;
     if constexpr (C.skips()) {
       next_skip_v = skip;
@@ -168,8 +178,8 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int last = w.seqlen_k - 1, first = 0;
-      if (p.window_right >= 0) last = min(last, row_of_tile(half) + offset + p.window_right);
-      if (p.window_left >= 0) first = max(first, row_of_tile(half) + offset - p.window_left);
+      if (p.window_right >= 0) last = min(last, row_of_thread(half) + offset + p.window_right);
+      if (p.window_left >= 0) first = max(first, row_of_thread(half) + offset - p.window_left);
       last -= shift, first -= shift;
 #pragma unroll
       for (int n = 0; n < kS / 4; ++n)
@@ -208,11 +218,11 @@ struct ConsumerSm90 {
       }
       if (score.alibi) {
         const Work& w = work(tile - 1);
-        const float slope = score.alibi[w.batch * score.alibi_batch + w.head * score.alibi_head];
+        const float slope = score.alibi[w.batch * score.alibi_batch + head_of_warp(w) * score.alibi_head];
         const int key = first_key(n) + 2 * (lane & 3);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float distance = static_cast<float>(w.first_row + row_of_tile(half) + w.seqlen_k - w.seqlen_q - key);
+          const float distance = static_cast<float>(w.first_row + row_of_thread(half) + w.seqlen_k - w.seqlen_q - key);
 #pragma unroll
           for (int x = 0; x < kS / 4; ++x)
 #pragma unroll
@@ -227,8 +237,8 @@ struct ConsumerSm90 {
       if (!p.forward.score.dropout.active()) return;
       const Dropout dropout = resolve_dropout(p.forward.score);
       const Work& w = work(tile - 1);
-      const int64_t head = static_cast<int64_t>(w.batch) * p.forward.sequence.num_heads_q + w.head;
-      const int rows16 = w.first_row / 16 + consumer * 4 + warp, keys32 = first_key(n) / 32;
+      const int64_t head = static_cast<int64_t>(w.batch) * p.forward.sequence.num_heads_q + head_of_warp(w);
+      const int rows16 = (w.first_row + row_of_warp()) / 16, keys32 = first_key(n) / 32;
 #pragma unroll
       for (int x = 0; x < kS / 16; ++x) {
         const Philox4 draw = dropout.draw(head, rows16, lane >> 2, keys32 + x, lane & 3);
@@ -387,13 +397,14 @@ struct ConsumerSm90 {
 
   __device__ __forceinline__ Ending begin_ending(const Work& done, const RowStatistics& statistics) const {
     const ForwardParams& f = p.forward;
-    const int first = done.first_row + consumer * 64;
+    const int first = done.first_row + first_of_consumer();
     Ending end;
-    end.flags = (first >= done.capacity_q ? kNoRows : 0) | (f.sequence.packed_q && first + 64 > done.capacity_q ? kTail : 0) |
+    end.flags = (first >= done.capacity_q ? kNoRows : 0) |
+                (f.sequence.packed_q && first + rows_of_consumer() > done.capacity_q ? kTail : 0) |
                 (p.check ? kLook : 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = first + row_of_warpgroup(half);
+      const int i = done.first_row + row_of_thread(half);
       const int diagonal = i + done.seqlen_k - done.seqlen_q;
       const int last_key = p.window_right < 0 ? done.seqlen_k - 1 : min(done.seqlen_k - 1, diagonal + p.window_right);
       const int first_key = p.window_left < 0 ? 0 : max(0, diagonal - p.window_left);
@@ -402,14 +413,14 @@ struct ConsumerSm90 {
     const uint32_t mine = end.flags;  // the vote will add those of other lanes
     if constexpr (kSum) {
       const float weight[2] = {ptx::quad_sum(statistics.sum[0]), ptx::quad_sum(statistics.sum[1])};
-      const float sink = f.score.sink ? f.score.sink[done.head * f.score.sink_head] * kLog2E : kMinusInf;
+      const float sink = f.score.sink ? f.score.sink[head_of_warp(done) * f.score.sink_head] * kLog2E : kMinusInf;
       const float sum[2] = {weight[0] + ptx::exp2_approx(sink - statistics.reference[0]),
                             weight[1] + ptx::exp2_approx(sink - statistics.reference[1])};
       divide(end, weight, sum);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         end.lse[half] = mine & (kSees << half) ? (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2
-                        : first + row_of_warpgroup(half) < done.seqlen_q ? sink * kLn2 : kMinusInf;
+                        : done.first_row + row_of_thread(half) < done.seqlen_q ? sink * kLn2 : kMinusInf;
     }
     if constexpr (C.general()) {
       if (f.max_logit) {  // one atomic a warp
@@ -420,7 +431,7 @@ struct ConsumerSm90 {
 #pragma unroll
         for (int n = 1; n < 32; n *= 2) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, n));
         if (lane == 0 && maximum != kMinusInf)
-          ptx::atomic_max(f.max_logit + done.batch * f.max_logit_batch + done.head * f.max_logit_head, maximum);
+          ptx::atomic_max(f.max_logit + done.batch * f.max_logit_batch + head_of_warp(done) * f.max_logit_head, maximum);
       }
     }
     return end;
@@ -458,7 +469,7 @@ struct ConsumerSm90 {
     }
     again = end.flags & kAgain;
     look = end.flags & kLook;
-    store(done, done.first_row + consumer * 64, end.flags & kTail);
+    store(done, end.flags & kTail);
     if constexpr (kSum) store_lse(done, end.lse);
   }
 
@@ -466,32 +477,32 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void store_lse(const Work& done, const float (&lse)[2]) const {
     const RowScalar& to = p.forward.lse;
     if (!to || (lane & 3) != 0) return;
-    float* const out = to.data + done.head * to.head +
+    float* const out = to.data + head_of_warp(done) * to.head +
                        (p.forward.sequence.packed_q ? done.q_begin * to.row : done.batch * to.batch);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = done.first_row + consumer * 64 + row_of_warpgroup(half);
+      const int i = done.first_row + row_of_thread(half);
       if (i < done.capacity_q) out[i * to.row] = lse[half];
     }
   }
 
-  __device__ __forceinline__ void store(const Work& done, int first, bool tail) {
+  __device__ __forceinline__ void store(const Work& done, bool tail) {
     if (tail || !C.stages_o) {
       const uint32_t largest = store_rows(done);
       again |= look && ptx::has_nonfinite<T>(largest);
     } else if (look) {
-      again |= ptx::has_nonfinite<T>(store_box_of<true>(done, first));
+      again |= ptx::has_nonfinite<T>(store_box_of<true>(done));
     } else {
-      store_box_of<false>(done, first);
+      store_box_of<false>(done);
     }
-    note_again(done, first);
+    note_again(done);
   }
 
   // A warp's rows to be computed again form a list through memory: one link for 16 rows, written only if they need it.
-  __device__ __forceinline__ void note_again(const Work& done, int first) const {
+  __device__ __forceinline__ void note_again(const Work& done) const {
     if (!(look ? __any_sync(0xffffffffu, again) : again) || lane != 0) return;
-    const int head = done.batch * p.forward.sequence.num_heads_q + done.head;
-    const int rows16 = head * p.again_stride + first / 16 + warp;
+    const int head = done.batch * p.forward.sequence.num_heads_q + head_of_warp(done);
+    const int rows16 = head * p.again_stride + (done.first_row + row_of_warp()) / 16;
     int* const list = shared.again(memory, consumer, warp);
     p.again[rows16] = *list;
     *list = rows16;
@@ -521,7 +532,7 @@ struct ConsumerSm90 {
 
   // Both return the largest magnitudes that they stored (if kCheck).
   template <bool kCheck>
-  __device__ __forceinline__ uint32_t store_box_of(const Work& done, int first) {
+  __device__ __forceinline__ uint32_t store_box_of(const Work& done) {
     uint32_t largest = 0;
     const uint32_t to = shared.o(consumer);
     const int r = warp * 16 + (lane & 15);
@@ -544,7 +555,7 @@ struct ConsumerSm90 {
     ptx::fence_async_shared();
     if constexpr (!C.store_warps()) ptx::barrier_sync(5 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
-      const ptx::BoxOrigin box = {{0, done.q_begin + first, 0, done.head, p.forward.sequence.packed_q ? 0 : done.batch}};
+      const ptx::BoxOrigin box = query_box(p, done, consumer * 64);
       if constexpr (C.store_warps())
         *shared.o_box(memory, consumer) = box;
       else
@@ -560,8 +571,8 @@ struct ConsumerSm90 {
   // A quad holds 8 columns of a row in pairs: exchanged, every thread has 16 bytes of two rows to write.
   __device__ __forceinline__ uint32_t store_rows(const Work& done) const {
     uint32_t largest = 0;
-    const int r = done.first_row + consumer * 64 + row_of_warpgroup(0), column = 8 * (lane & 3);
-    T* const out = static_cast<T*>(p.forward.o.data) + done.head * p.forward.o.head + column +
+    const int r = done.first_row + row_of_thread(0), column = 8 * (lane & 3);
+    T* const out = static_cast<T*>(p.forward.o.data) + head_of_warp(done) * p.forward.o.head + column +
                    (p.forward.sequence.packed_q ? 0 : done.batch * p.forward.o.batch) + (done.q_begin + r) * p.forward.o.row;
 #pragma unroll
     for (int n = 0; n < C.head_dim / 32; ++n) {
@@ -617,7 +628,8 @@ struct ConsumerSm90 {
       const float4* const from = part(block);
       const float4 theirs = ptx::load_from_l2(from + kO / 4 * 128);
       const float reference[2] = {fmaxf(rows.reference[0], theirs.x), fmaxf(rows.reference[1], theirs.y)};
-      const float mine[2] = {ptx::exp2_approx(rows.reference[0] - reference[0]), ptx::exp2_approx(rows.reference[1] - reference[1])};
+      const float mine[2] = {ptx::exp2_approx(rows.reference[0] - reference[0]),
+                             ptx::exp2_approx(rows.reference[1] - reference[1])};
       const float factor[2] = {ptx::exp2_approx(theirs.x - reference[0]), ptx::exp2_approx(theirs.y - reference[1])};
       const float sums[2] = {theirs.z, theirs.w};
 #pragma unroll

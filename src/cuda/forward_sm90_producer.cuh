@@ -10,12 +10,14 @@ namespace tilewise::cuda {
 
 // One box of all panels of a tile, or a box a panel whose columns end at head_dim.
 template <ForwardSm90Config C>
-__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap& map, uint32_t barrier, int loads, int rows, int row,
-                                          int head, int batch) {
-  ptx::tma_load(to, map, barrier, {{0, row, 0, head, batch}});
+__device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap& map, uint32_t barrier, int loads, int rows,
+                                          ptx::BoxOrigin box) {
+  ptx::tma_load(to, map, barrier, box);
   if constexpr (C.panels() > 1)
-    for (int n = 1; n < loads; ++n)
-      ptx::tma_load(to + n * rows * 128, map, barrier, {{n * 64, row, 0, head, batch}});
+    for (int n = 1; n < loads; ++n) {
+      box.at[0] = n * 64;
+      ptx::tma_load(to + n * rows * 128, map, barrier, box);
+    }
 }
 
 // One thread: decides which tile comes next, and loads its Q as soon as there is room. With a counter, it takes the next
@@ -23,7 +25,7 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap& map, u
 template <ForwardSm90Config C>
 __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
   Ring<C.q_slots> q;
-  TileSource<C.block_m(), C.shares_tiles()> source(p);
+  TileSource<C.shares_tiles()> source(p);
   uint32_t parity = 0;
   for (unsigned tile = 0;; ++tile) {
     Work& work = *shared.work(memory, tile);
@@ -36,8 +38,7 @@ __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, Share
         continue;
       }
       ptx::mbarrier_arrive_expect(shared.q_full(q.stage), C.q_bytes());
-      load_tile<C>(shared.q(q.stage), p.q, shared.q_full(q.stage), p.loads_per_tile, C.q_rows, work.q_begin + work.first_row + row,
-                   work.head, p.forward.sequence.packed_q ? 0 : work.batch);
+      load_tile<C>(shared.q(q.stage), p.q, shared.q_full(q.stage), p.loads_per_tile, C.q_rows, query_box(p, work, row));
     }
     if (work.first_row < 0) return;
     if (p.order.counter != nullptr) {
@@ -52,56 +53,67 @@ __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, Share
 struct KeyRows {
   int row, end;     // rows [row, row + block_n) of a head; end: of the sequence
   int head, batch;  // batch < 0: there is no such tile
+  int page;         // paged: of the rows from `row` + lane * page_rows on, which this lane loads. < 0: none, zeros arrive
 };
 template <ForwardSm90Config C>
 __device__ __forceinline__ void load_key_rows(const ForwardSm90Params& p, uint32_t to, const CUtensorMap& map, uint32_t barrier,
-                                              const KeyRows& rows) {
-  ptx::mbarrier_arrive_expect(barrier, C.k_bytes());
+                                              const KeyRows& rows, int lane) {
+  if (lane == 0) ptx::mbarrier_arrive_expect(barrier, C.k_bytes());
   if constexpr (C.general()) {
     if (p.page_rows > 0) {  // a box a page, or what a tile has of it
-      const SequenceParams& s = p.forward.sequence;
-      for (int n = 0; n < C.block_n; n += p.page_rows) {
-        const int position = rows.row + n;
-        int page = -1;  // outside of the tensor: zeros arrive
-        if (position >= 0 && position < rows.end)
-          page = s.page_table[rows.batch * s.page_table_batch + position / s.page_size * s.page_table_page];
-        load_tile<C>(to + n * 128, map, barrier, p.key_loads, C.block_n, position % s.page_size, rows.head, page);
-      }
+      __syncwarp();
+      const int n = lane * p.page_rows;
+      if (n < C.block_n)
+        load_tile<C>(to + n * 128, map, barrier, p.key_loads, C.block_n,
+                     {{0, (rows.row + n) % p.forward.sequence.page_size, 0, rows.head, rows.page}});
       return;
     }
   }
-  load_tile<C>(to, map, barrier, p.key_loads, C.block_n, rows.row, rows.head, rows.batch);
+  if (lane == 0) load_tile<C>(to, map, barrier, p.key_loads, C.block_n, {{0, rows.row, 0, rows.head, rows.batch}});
+}
+template <ForwardSm90Config C>
+__device__ __forceinline__ int find_page(const ForwardSm90Params& p, const KeyRows& rows, int lane) {
+  const SequenceParams& s = p.forward.sequence;
+  const int position = rows.row + lane * p.page_rows;
+  if (lane * p.page_rows >= C.block_n || position < 0 || position >= rows.end) return -1;
+  return s.page_table[rows.batch * s.page_table_batch + position / s.page_size * s.page_table_page];
 }
 
-// One thread: K(0), K(1), V(0), K(2), V(1), ..., on into the next tile.
+// K(0), K(1), V(0), K(2), V(1), ..., on into the next tile. One thread; with ScoreKind::kGeneral a warp, whose lanes know a page
+// each. Their numbers are asked for a tile ahead: one after the other, in time, they took 9 of 10 parts of it at pages of 16 keys.
 template <ForwardSm90Config C>
-__device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
+__device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory,
+                                                     int lane) {
   Ring<C.stages> k, v;
-  KeyRows values = {0, 0, 0, -1};  // that go with the last keys; none yet
+  KeyRows values = {0, 0, 0, -1, -1};  // that go with the last keys; none yet
   const auto load_v = [&] {
     ptx::mbarrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
-    load_key_rows<C>(p, shared.v(v.stage), p.v, shared.v_full(v.stage), values);
+    load_key_rows<C>(p, shared.v(v.stage), p.v, shared.v_full(v.stage), values, lane);
     v.advance();
   };
 
   const SequenceParams& s = p.forward.sequence;
   const int group = s.num_heads_q / s.num_heads_k;
+  const bool paged = C.general() && p.page_rows > 0;
   for (unsigned tile = 0;; ++tile) {
     ptx::mbarrier_wait(shared.work_full(tile), tile / C.kWorkSlots & 1);
     const Work& work = *shared.work(memory, tile);
     if (work.first_row < 0) break;
-    const KeyTiles tiles = key_tiles<C.block_m(), C.block_n, C.general()>(p, work);
-    KeyRows keys;
-    keys.row = work.k_begin + tiles.top;
-    keys.end = work.k_begin + work.seqlen_k;
-    keys.head = work.head / group;
-    keys.batch = s.packed_k ? 0 : s.cache_batch_idx ? s.cache_batch_idx.at(work.batch) : work.batch;
+    const KeyTiles tiles = key_tiles<C.block_n, C.general()>(p, work);
+    KeyRows next;
+    next.row = work.k_begin + tiles.top - C.block_n;
+    next.end = work.k_begin + work.seqlen_k;
+    next.head = work.head / group;
+    next.batch = s.packed_k ? 0 : s.cache_batch_idx ? s.cache_batch_idx.at(work.batch) : work.batch;
+    next.page = paged ? find_page<C>(p, next, lane) : -1;
     const int take_next_at = min(tiles.count, p.order.lead);
     for (int n = tiles.count; n > 0; --n) {
-      if (n == take_next_at && p.order.counter != nullptr) ptx::mbarrier_arrive(shared.take_next());
-      keys.row -= C.block_n;
+      if (lane == 0 && n == take_next_at && p.order.counter != nullptr) ptx::mbarrier_arrive(shared.take_next());
+      const KeyRows keys = next;
+      next.row -= C.block_n;
+      if (paged && n > 1) next.page = find_page<C>(p, next, lane);
       ptx::mbarrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
-      load_key_rows<C>(p, shared.k(k.stage), p.k, shared.k_full(k.stage), keys);
+      load_key_rows<C>(p, shared.k(k.stage), p.k, shared.k_full(k.stage), keys, lane);
       k.advance();
       if (values.batch >= 0) load_v();
       values = keys;

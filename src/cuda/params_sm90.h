@@ -11,8 +11,12 @@ namespace tilewise::cuda {
 // The order in which blocks take tiles (block_m rows of one head of one batch entry).
 struct TileOrder {
   int32_t num_tiles;
+  // A tile has `tile_rows` rows of each of `tile_heads` query heads that share keys, head by head. Either one head and block_m
+  // rows, or a power of two of both, at least 16 rows: a warp's rows are of one head.
+  int32_t tile_rows, tile_heads;
+  int32_t row_bits;         // row n of a tile is row n % 2^row_bits of its head n >> row_bits
   int32_t num_blocks;       // row blocks of the longest sequence
-  int32_t num_heads;        // heads of all batch entries
+  int32_t num_heads;        // of all batch entries, in tiles' heads
   int32_t section_heads;    // 0: by head, row blocks in order. Else: sections of so many heads, longest rows first
   unsigned long long* counter;  // null: tile n of block x is x + n * blocks. Else: tiles are taken from this counter
   // Without a counter, all tiles have `key_tiles` key tiles. Those of the tiles from whole_tiles on, one after the other, may be

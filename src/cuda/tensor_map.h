@@ -14,13 +14,14 @@ struct TensorMapRequest {
   int64_t head_dim;         // columns that exist
   int box_rows;
   int box_panels;           // of 64 columns; > 1 only if head_dim is a multiple of 64
+  int box_heads = 0;        // > 0: a box of so many heads, and heads come before panels
 };
 
 // Can the copy engine read and write this tensor? 16-byte aligned base and strides, the last one 1.
 bool tensor_map_possible(const tw_tensor& tensor);
 
-// The map with dimensions [batch, head, panel, row, column] (innermost last). Encoding costs about a microsecond, so the
-// latest ones of each thread are kept.
+// The map with dimensions [batch, head, panel, row, column] (innermost last), or [batch, panel, head, row,
+// column]. Encoding costs about a microsecond, so the latest ones of each thread are kept.
 Status tensor_map(const TensorMapRequest& request, CUtensorMap* map);
 
 }  // namespace tilewise::cuda

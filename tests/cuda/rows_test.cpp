@@ -120,6 +120,19 @@ std::vector<Check> forward_cases() {
       for (const char* dtype : {"bf16", "f16"})
         cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=300 sk=420 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
   }
+  // Query heads that share tiles, and their tiles several blocks. All combinations at d 128, a part of them elsewhere.
+  for (const char* d : {"128", "256", "96", "192 dv=72"}) {
+    size_t turn = 0;
+    for (const char* heads : {"hq=8 hk=1 sq=17", "hq=16 hk=2 sq=40", "hq=8 hk=1 sq=130", "hq=4 hk=1 sq=70", "hq=6 hk=3 sq=100", "hq=24 hk=3 sq=300"})
+      for (const char* rest : {"", " causal", " causal sink", " window=300,-1 no_lse", " window=-1,40", " causal scale=1.5"})
+        if (++turn % 5 == 0 || std::string(d) == "128") add(std::string(turn % 3 ? "bf16" : "f16") + " b=2 " + heads + " sk=1300 d=" + d + rest);
+    for (const char* rest : {"", " causal", " seqused_q seqused_k causal", " window=50,9 sink"})
+      add(std::string("bf16 b=5 hq=8 hk=1 sq=40 sk=450 packed_q=120 packed_k=900 d=") + d + rest);
+    add(std::string("bf16 b=3 hq=8 hk=1 sq=33 sk=1500 seqused_k leftpad causal d=") + d);
+    add(std::string("f16 b=1 hq=8 hk=1 sq=100 sk=3000 causal batch_invariant d=") + d);
+    add(std::string("bf16 b=1 hq=8 hk=1 sq=100 sk=3000 causal sm_margin=100 d=") + d, Layout::kTransposed);
+    cases.push_back({std::string("fwd bf16 b=2 hq=8 hk=2 sq=60 sk=420 causal d=") + d, Layout::kContiguous, InputKind::kGaussian, false, true});
+  }
   // Zero sizes.
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink", "b=1 hq=0 sq=5", "b=2 hq=2 sq=100 sk=0 causal splits=2"})
     both(std::string(rest) + " d=64");

@@ -320,6 +320,12 @@ const Case kCases[] = {
     {"fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128 no_lse", 8},
     {"fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128", 10, kGrowing},
     {"fwd f16 cuda b=1 hq=4 sq=1000 sk=8192 d=128", 2},
+    // Query heads that share tiles.
+    {"fwd bf16 cuda b=4 hq=64 hk=8 sq=16 sk=8192 d=128 causal no_lse"},
+    {"fwd bf16 cuda b=1 hq=32 hk=4 sq=33 sk=5000 d=128 causal", 8},
+    {"fwd bf16 cuda b=1 hq=32 hk=4 sq=100 sk=5000 d=128 causal", 10, kGrowing},
+    {"fwd bf16 cuda b=2 hq=28 hk=4 sq=300 sk=1111 d=128"},
+    {"fwd f16 cuda b=2 hq=16 hk=4 sq=150 sk=4000 d=128 causal", 3},
     {"fwd bf16 cuda b=4 hq=8 hk=2 sq=700 sk=700 d=128 packed_q=1500 packed_k=1500 causal", 1, kNormal, true, {300, 0, 700, 411}, {300, 0, 700, 411}},
     {"fwd bf16 cuda b=4 hq=8 hk=2 sq=700 sk=900 d=128 packed_q=1500 packed_k=1700", 1, kNormal, true, {300, 20, 700, 411}, {300, 900, 0, 411}},
 };
@@ -344,6 +350,8 @@ const Case kCases64[] = {
 };
 const Case kCases256[] = {
     {"fwd bf16 cuda b=1 hq=3 sq=1000 sk=8100 d=256"},
+    {"fwd bf16 cuda b=2 hq=32 hk=4 sq=40 sk=4000 d=256 causal", 8},
+    {"fwd bf16 cuda b=1 hq=8 hk=2 sq=100 sk=4000 d=256"},
     {"fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=256"},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=2048 d=256 causal no_lse"},
     {"fwd bf16 cuda b=3 hq=8 hk=2 sq=600 sk=1000 d=256 causal"},
@@ -376,7 +384,8 @@ int repeat(const Device& d, int times) {
   for (const char* text : {"fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=128 causal", "fwd bf16 cuda b=2 hq=16 hk=4 sq=1000 sk=1111 d=128 no_lse",
                            "fwd bf16 cuda b=2 hq=32 sq=1024 sk=1024 d=64 causal no_lse", "fwd bf16 cuda b=1 hq=8 sq=700 sk=8192 d=64",
                            "fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=64", "fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=256 causal",
-                           "fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128 no_lse", "fwd bf16 cuda b=1 hq=5 sq=1000 sk=4000 d=256"}) {
+                           "fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128 no_lse", "fwd bf16 cuda b=1 hq=5 sq=1000 sk=4000 d=256",
+                           "fwd bf16 cuda b=4 hq=64 hk=8 sq=40 sk=8192 d=128 causal"}) {
     Call call(d, text);
     for (void* x : {d.q, d.k, d.v})
       fill<<<1024, 256>>>(static_cast<__nv_bfloat16*>(x), Device::kBytes / 2, 2048, 1000, reinterpret_cast<uint64_t>(x), 2.f, kNormal);

@@ -1,13 +1,14 @@
 // Which tile comes next, and which keys it needs.
 #pragma once
 #include "cuda/params_sm90.h"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/tile/sequence.cuh"
 
 namespace tilewise::cuda {
 
 struct alignas(64) Work {
   int32_t first_row;   // < 0: there is no more work
-  int32_t head, batch;
+  int32_t head, batch;  // head: the first of the tile
   int32_t seqlen_q, seqlen_k;  // in use
   int32_t capacity_q;          // rows that exist; they are all written
   int32_t q_begin, k_begin;    // packed: first row of the sequence. Else 0
@@ -16,6 +17,14 @@ struct alignas(64) Work {
   int32_t finishes;  // this part has the tile's last key tile: other blocks hand theirs over to it
 };
 static_assert(sizeof(Work) == ForwardSm90Config::kWorkBytes);
+
+// Where rows [row, ...) of a tile begin in q and o, whose maps have panels before heads only if a tile has one head.
+__device__ __forceinline__ ptx::BoxOrigin query_box(const ForwardSm90Params& p, const Work& work, int row) {
+  const int head = work.head + (row >> p.order.row_bits), in_head = row & ((1u << p.order.row_bits) - 1);
+  const bool several = p.order.tile_heads > 1;
+  return {{0, work.q_begin + work.first_row + in_head, several ? head : 0, several ? 0 : head,
+           p.forward.sequence.packed_q ? 0 : work.batch}};
+}
 
 // The key tiles of a tile of queries, from the last to the first: tile n covers keys [top - (n + 1) block_n, top - n
 // block_n). If the window has an end (causal: the diagonal), `top` is one past the end of the tile's last row, less whole
@@ -27,13 +36,13 @@ struct KeyTiles {
   int top, count;
 };
 
-template <int kBlockM, int kBlockN, bool kAligned>
+template <int kBlockN, bool kAligned>
 __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const Work& work) {
   const int offset = work.seqlen_k - work.seqlen_q;
   KeyTiles tiles;
   tiles.top = (work.seqlen_k + kBlockN - 1) / kBlockN * kBlockN;
   if (p.window_right >= 0) {
-    tiles.top = work.first_row + kBlockM + offset + p.window_right;
+    tiles.top = work.first_row + p.order.tile_rows + offset + p.window_right;
     tiles.top -= max(0, tiles.top - work.seqlen_k) / kBlockN * kBlockN;
   }
   if constexpr (kAligned) {
@@ -51,7 +60,7 @@ __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const 
 }
 
 // Hands out tiles. One thread of a block uses it.
-template <int kBlockM, bool kShares>
+template <bool kShares>
 struct TileSource {
   static constexpr int kCountBits = 24;
   const ForwardSm90Params& p;
@@ -92,9 +101,10 @@ struct TileSource {
       head = section * p.order.section_heads + inside - turn * heads;
     }
     const SequenceParams& s = p.forward.sequence;
+    head *= p.order.tile_heads;
     work.batch = head / s.num_heads_q;
     work.head = head - work.batch * s.num_heads_q;
-    work.first_row = block * kBlockM;
+    work.first_row = block * p.order.tile_rows;
     // tile/sequence.cuh's resolve() in 32 bits: one thread with few registers, and plans refuse more than 2^31 rows.
     work.q_begin = work.k_begin = 0;
     work.capacity_q = s.seqlen_q;
