@@ -132,8 +132,8 @@ struct LoadState {
   int block, left;  // the key block, and its tiles that are not loaded yet
   int stage, loaded;
   uint32_t parity;
+  int row, head, batch;  // of the latest tile
 };
-static_assert(sizeof(LoadState) <= 32);
 
 // A whole warp executes all of this, and one lane the copies: after a branch of one thread that waits in a loop the compiler
 // would no longer believe anything to be the same in all threads, descriptors included.
@@ -145,7 +145,8 @@ struct LoaderSm90 {
   unsigned char* const memory;
 
   __device__ __forceinline__ LoadState& state(int which) const {
-    return reinterpret_cast<LoadState*>(memory + C.load_offset())[which];
+    static_assert(sizeof(LoadState) <= C.kLoadBytes);
+    return *reinterpret_cast<LoadState*>(memory + C.load_offset() + which * C.kLoadBytes);
   }
   __device__ __forceinline__ DqTarget& target(uint32_t n) const {
     return reinterpret_cast<DqTarget*>(memory + C.target_offset())[n % C.kTargets];
@@ -170,9 +171,17 @@ struct LoaderSm90 {
              block.head_k, p.backward.sequence.packed_k ? 0 : block.b, kK ? p.qk_loads : p.v_loads);
   }
 
-  // The next tile of Q with lse and delta (kQ), of dO (kDout), or of all, if fewer than `limit` have been loaded and it
-  // belongs to key block `present` or, if `ahead`, the one after it. `sure`: so it is.
-  template <bool kQ, bool kDout>
+  // By all consumers' warps when they need V no more: the last of them loads that of key block n.
+  __device__ __forceinline__ void load_v_by_last(int n, int lane) const {
+    constexpr unsigned kWarps = 4 * C.kConsumers;
+    if (lane == 0 && atomicAdd(reinterpret_cast<unsigned*>(memory + C.count_offset()), 1u) % kWarps == kWarps - 1)
+      load_keys<false>(n);
+    __syncwarp();
+  }
+
+  // The next tile of Q with lse and delta (kQ), or of dO if that has barriers of its own (split), if fewer than `limit` have
+  // been loaded and it belongs to key block `present` or, if `ahead`, the one after it. `sure`: so it is.
+  template <bool kQ>
   __device__ __forceinline__ bool load_next(int limit, int present, bool ahead, bool sure, int lane) const {
     LoadState& kept = state(kQ ? 0 : 1);
     if (!sure) {
@@ -181,6 +190,7 @@ struct LoaderSm90 {
         const int next = uniform(kept.block) + 1;
         if (next > present + ahead) return false;
         const KeyBlock& block = blocks.wait(next);
+        __syncwarp();  // all have read
         if (lane == 0) kept.block = next, kept.left = block.b < 0 ? 0 : block.group * block.num_tiles, kept.at = TileWalk(block);
         __syncwarp();
         if (uniform(kept.left) == 0) return false;
@@ -188,27 +198,30 @@ struct LoaderSm90 {
     }
     const int stage = uniform(kept.stage), parity = uniform(static_cast<int>(kept.parity));
     ptx::mbarrier_wait(kQ ? shared.empty(stage) : shared.dout_empty(stage), static_cast<uint32_t>(parity));
+    __syncwarp();
     if (lane == 0) {
       LoadState s = kept;
       const KeyBlock& block = blocks.at(s.block);
       const BackwardParams& b = p.backward;
-      const int64_t padded = s.at.head * b.padded_rows + padded_row(b.sequence, block.s.q_begin, block.b) + s.at.tile * C.block_m;
+      const int64_t padded = s.at.head * block.padded_rows + s.at.tile * C.block_m;
       const int row = static_cast<int>(block.s.q_begin) + s.at.tile * C.block_m, batch = b.sequence.packed_q ? 0 : block.b;
       const uint32_t full = kQ ? shared.full(stage) : shared.dout_full(stage);
       if constexpr (kQ) {
         DqTarget& to = target(s.loaded);
-        to.sum = b.dq_sum + padded * C.head_dim;
+        to.sum = block.dq_sum + padded * C.head_dim;
         if (b.deterministic) {
           to.counters = ((s.at.head * b.sequence.batch + block.b) * b.num_query_blocks + s.at.tile) * 4;
           to.turn = turn_of<C.block_m, C.block_n()>(b, block, s.at.tile);
         }
       }
-      ptx::mbarrier_arrive_expect(full, (kQ + kDout) * C.q_bytes() + (kQ ? C.row_bytes() : 0));
+      ptx::mbarrier_arrive_expect(full, (C.split ? 1 : 2) * C.q_bytes() + (kQ ? C.row_bytes() : 0));
       if constexpr (kQ) {
         load_box(shared.q(stage), p.q, full, C.block_m, row, s.at.head, batch, p.qk_loads);
-        ptx::bulk_load(shared.rows(stage), b.row_columns + padded * 32, C.row_bytes(), full);
+        ptx::bulk_load(shared.rows(stage), block.row_columns + padded * 32, C.row_bytes(), full);
+        if (!C.split) s.row = row, s.head = s.at.head, s.batch = batch;
+      } else {
+        load_box(shared.dout(s.loaded), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);
       }
-      if constexpr (kDout) load_box(shared.dout(s.loaded), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);
       s.at.advance(block);
       ++s.loaded;
       --s.left;
@@ -219,10 +232,20 @@ struct LoaderSm90 {
     return true;
   }
 
-  template <bool kQ, bool kDout>
-  __device__ __forceinline__ void load(int limit, int present, bool ahead, int lane) const {
-    while (load_next<kQ, kDout>(limit, present, ahead, false, lane)) {
+  // Not split: dO of the tile whose Q was loaded last, once its slot is free.
+  __device__ __forceinline__ void load_dout(int lane) const {
+    if (lane == 0) {
+      const LoadState& s = state(0);
+      const int last = s.stage == 0 ? C.stages - 1 : s.stage - 1;
+      load_box(shared.dout(s.loaded - 1), p.dout, shared.full(last), C.block_m, s.row, s.head, s.batch, p.v_loads);
     }
+    __syncwarp();
+  }
+
+  template <bool kQ>
+  __device__ __forceinline__ void load(int limit, int present, bool ahead, int lane) const {
+    while (load_next<kQ>(limit, present, ahead, false, lane))
+      if (!C.split) load_dout(lane);
   }
 };
 
@@ -321,7 +344,7 @@ struct QueryGradientSm90 {
       const KeyBlock& block = blocks.wait(n);
       if (uniform(block.b) < 0) break;
       int left = num_steps(block);
-      if (loads) loader.template load<true, true>(ring.step() + 2, n, false, lane);
+      if (loads) loader.template load<true>(ring.step() + 2, n, false, lane);
       ring.wait_k(shared, n);
       if (leads && left < 3) publish(n + 1);
 #pragma unroll 1
@@ -329,10 +352,12 @@ struct QueryGradientSm90 {
         if (leads && left == 3) publish(n + 1);
         const uint32_t barrier = shared.ds_full(ring.step() & 1), parity = ring.step() >> 1 & 1;
         if (owes && !uniform(ptx::mbarrier_done(barrier, parity))) pass_turn(ring.step() - 1), owes = false;
+        // Q as soon as consumers have left that of the tile before this one. When they write the dS of this one, they have left
+        // its dO, too.
+        const bool loaded = loads && loader.template load_next<true>(ring.step() + 3, n, left <= 3, left > 2, lane);
         ptx::mbarrier_wait(barrier, parity);
-        // When they write the dS of this tile, consumers have left Q of the one before and dO of this one.
-        if (loads) loader.template load_next<true, true>(ring.step() + 3, n, left <= 3, left > 2, lane);
-        if (leads && left == 1 && lane == 0) loader.template load_keys<false>(n + 1);  // and V, with the last tile's dP
+        if (loaded) loader.load_dout(lane);
+        if (C.split && leads && left == 1 && lane == 0) loader.template load_keys<false>(n + 1);  // they have left V, with dP
         __syncwarp();
         add_tile(n, ring.step(), owes);
         owes = p.backward.deterministic;
@@ -342,7 +367,9 @@ struct QueryGradientSm90 {
         if (leads && lane == 0) loader.template load_keys<true>(n + 1);
       }
       if (owes) pass_turn(ring.step() - 1), owes = false;
-      blocks.release(n, lane);
+      int done = n;
+      asm volatile("" : "+r"(done));  // or the address would be kept through the loop above, in local memory
+      blocks.release(done, lane);
     }
   }
 };
@@ -370,7 +397,8 @@ struct KeyGradientSm90 : GradientSm90<C> {
   // A step finds S of its tile in x: P; dV and dP; dS; dK, and S of the next tile, be it of the next key block. Products go out
   // in pairs, and nothing is under way during the pointwise phases: the other warpgroups fill the gaps. (Phases that run behind
   // products of their own warpgroup take 8 registers from dQ's, which then computes 32 columns at a time: 8 % slower.)
-  __device__ __forceinline__ void run(const KeyBlocksSm90<C>& blocks) {
+  __device__ __forceinline__ void run(const LoaderSm90<C>& loader) {
+    const KeyBlocksSm90<C>& blocks = loader.blocks;
     RingPosition ring;
     int n = 0;
     block = &blocks.wait(n);
@@ -404,7 +432,10 @@ struct KeyGradientSm90 : GradientSm90<C> {
       int keys = n;
       if (--left == 0) {
         more = uniform(blocks.wait(++keys).b) >= 0;
-        if (more) ring.wait_k(shared, keys);
+        if (more) {
+          loader.load_v_by_last(keys, G::lane);
+          ring.wait_k(shared, keys);
+        }
       }
       if (more) {
         ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
@@ -460,7 +491,7 @@ struct SplitValueSm90 : GradientSm90<C> {
   // n: of the key block.
   __device__ __forceinline__ void walk(float (&dv)[kD], int left, RingPosition& ring, int n) const {
     const bool loads = uniform(G::warp) == 0;
-    if (loads) loader.template load<false, true>(ring.step() + C.stages, n, true, G::lane);
+    if (loads) loader.template load<false>(ring.step() + C.stages, n, true, G::lane);
     TileWalk at(*block);
     float x[kS];
     uint32_t a_p[kA];
@@ -493,7 +524,7 @@ struct SplitValueSm90 : GradientSm90<C> {
       ptx::wgmma_pin(x);
       arrive(shared.dout_empty(done));
       arrive(shared.empty(ring.stage));
-      if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, left > 1, G::lane);
+      if (loads) loader.template load_next<false>(ring.step() + C.stages, n, true, left > 1, G::lane);
       at.advance(*block);
     }
     G::issue_gradient(dv, a_p, shared.dout(done));
@@ -501,7 +532,7 @@ struct SplitValueSm90 : GradientSm90<C> {
     ptx::wgmma_pin(dv);
     ptx::wgmma_pin(a_p);
     arrive(shared.dout_empty(done));
-    if (loads) loader.template load_next<false, true>(ring.step() + C.stages, n, true, false, G::lane);
+    if (loads) loader.template load_next<false>(ring.step() + C.stages, n, true, false, G::lane);
   }
 
   __device__ __forceinline__ void run(RingPosition& ring, int n) const {
@@ -534,7 +565,7 @@ struct SplitKeySm90 : GradientSm90<C> {
 
   __device__ __forceinline__ void walk(float (&dk)[kD], int left, RingPosition& ring, int n) const {
     const bool loads = uniform(G::warp) == 0;
-    if (loads) loader.template load<true, false>(ring.step() + C.stages, n, true, G::lane);
+    if (loads) loader.template load<true>(ring.step() + C.stages, n, true, G::lane);
     TileWalk at(*block);
     float dp[kS];
     uint32_t a_ds[kA];
@@ -569,7 +600,7 @@ struct SplitKeySm90 : GradientSm90<C> {
       ptx::wgmma_pin(dp);
       arrive(shared.empty(done));
       arrive(shared.dout_empty(ring.stage));
-      if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, left > 1, G::lane);
+      if (loads) loader.template load_next<true>(ring.step() + C.stages, n, true, left > 1, G::lane);
       at.advance(*block);
     }
     G::issue_gradient(dk, a_ds, shared.q(done));
@@ -577,7 +608,7 @@ struct SplitKeySm90 : GradientSm90<C> {
     ptx::wgmma_pin(dk);
     ptx::wgmma_pin(a_ds);
     arrive(shared.empty(done));
-    if (loads) loader.template load_next<true, false>(ring.step() + C.stages, n, true, false, G::lane);
+    if (loads) loader.template load_next<true>(ring.step() + C.stages, n, true, false, G::lane);
   }
 
   __device__ __forceinline__ void run(RingPosition& ring, int n) const {
@@ -612,6 +643,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
     ptx::tma_prefetch(p.dout);
     // Arrivals are once per warp: wgmma_wait is a wait of the warp.
     ptx::mbarrier_init(shared.v_full(), 1);
+    ptx::store_shared(shared.base + C.count_offset(), 0u);
     for (int n = 0; n < C.k_slots(); ++n) ptx::mbarrier_init(shared.k_full(n), 1);
     for (int n = 0; n < 2; ++n) {
       ptx::mbarrier_init(shared.ds_full(n), C.split ? 4 : 4 * C.kConsumers);
@@ -642,7 +674,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
     ptx::take_registers<C.kConsumerRegisters>();
     GradientSm90<C> base{p, shared, nullptr, warpgroup - 1, warp, lane};
     if constexpr (!C.split) {
-      KeyGradientSm90<C>{base}.run(blocks);
+      KeyGradientSm90<C>{base}.run(loader);
     } else {
       RingPosition ring;
 #pragma unroll 1

@@ -32,6 +32,7 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int p_bytes() const { return split ? block_n() * block_m * 2 : 0; }
   TW_HOST_DEVICE constexpr int row_bytes() const { return block_m * 32; }  // lse and delta of a tile, as columns
   static constexpr int kTargets = 8;  // a tile's is needed until the turn behind the next one, and loads are up to four ahead
+  static constexpr int kLoadBytes = 48;  // of a LoadState, of which there are two
   static constexpr int kBlockBytes = 128;  // of a KeyBlock; there are the present one and the next
 
   TW_HOST_DEVICE constexpr int v_offset() const { return k_slots() * k_bytes(); }
@@ -44,7 +45,8 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int num_barriers() const { return 13 + 4 * stages; }
   TW_HOST_DEVICE constexpr int target_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   TW_HOST_DEVICE constexpr int load_offset() const { return target_offset() + 16 * kTargets; }
-  TW_HOST_DEVICE constexpr int block_offset() const { return load_offset() + 2 * 32; }
+  TW_HOST_DEVICE constexpr int count_offset() const { return load_offset() + 2 * kLoadBytes; }  // of warps that have left V
+  TW_HOST_DEVICE constexpr int block_offset() const { return count_offset() + 16; }
   TW_HOST_DEVICE constexpr int shared_bytes() const { return block_offset() + 2 * kBlockBytes; }
 
   TW_HOST_DEVICE constexpr bool valid() const {

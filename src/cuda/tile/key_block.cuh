@@ -23,6 +23,10 @@ struct KeyBlock {
   int start_tile, direction;  // in which order they are taken
   int full_rows[2][2];        // queries [begin, end) that see all keys of the first, of the second 64
   DeviceSequence s;
+  // The sequence's rows in BackwardParams::dq_sum and row_columns, of query head 0; found out once and not a tile at a time.
+  float* dq_sum;
+  uint8_t* row_columns;
+  int64_t padded_rows;  // to the next head
 };
 
 // Ordered sums of dQ, if the window has an end (causal): the last key block comes first, and every block starts with the first
@@ -65,6 +69,10 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsign
     block.start_tile = block.first_tile;
     if (last_tile_first) block.start_tile += block.num_tiles - 1;
     if (!p.deterministic) block.start_tile += block.first_key / kBlockM % block.num_tiles;
+    const int64_t padded = padded_row(p.sequence, block.s.q_begin, block.b);
+    block.dq_sum = p.dq_sum + padded * p.head_dim_rounded;
+    block.row_columns = p.row_columns + padded * 32;
+    block.padded_rows = p.padded_rows;
     for (int n = 0; n < 2; ++n) {
       const int begin = block.first_key + 64 * n, end = begin + 63;
       block.full_rows[n][0] = visible_queries(p.score, min(end, block.s.seqlen_k - 1), block.s.seqlen_q, block.s.seqlen_k).begin;
