@@ -206,7 +206,8 @@ __global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.nonfinite) *p.nonfinite = 0;
   const int row_blocks = (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding;
   const unsigned tasks = static_cast<unsigned>(row_blocks) * p.sequence.num_heads_q * p.sequence.batch;
-  for (unsigned index = blockIdx.x; index < tasks; index += gridDim.x) backward_pre_rows<T>(p, index, row_blocks);
+  // The last come first: the sums that are cleared last lie in the second-level cache, and the main kernel wants the first.
+  for (unsigned index = blockIdx.x; index < tasks; index += gridDim.x) backward_pre_rows<T>(p, tasks - 1 - index, row_blocks);
 }
 
 struct DsinkParams {
