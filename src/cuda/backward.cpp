@@ -46,14 +46,15 @@ const BackwardKernels* find_kernels(const tw_problem& p) {
   return nullptr;
 }
 
-int shape_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
+// `conditional`: behind a row of sm_90, for which launch_if has the large shape alone.
+int shape_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target, bool conditional = false) {
   const int limit = device_facts(target.device_index).shared_bytes_per_block;
-  if (is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
+  if (!conditional && is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
   return limit != 0 && kernels.config[static_cast<int>(kind)][0].shared_bytes() > limit;
 }
 
-const BackwardConfig& config_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
-  return kernels.config[static_cast<int>(kind)][shape_for(kernels, kind, target)];
+const BackwardConfig& config_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target, bool conditional = false) {
+  return kernels.config[static_cast<int>(kind)][shape_for(kernels, kind, target, conditional)];
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -155,7 +156,8 @@ Status plan_backward_sm80(const tw_problem& p, const Target& target, Plan* plan)
   // Unaligned tensors run on the general kernel: room for either.
   int64_t bytes = 0;
   for (const BackwardKind either : {kind, BackwardKind::kGeneral})
-    bytes = std::max(bytes, Workspace(p, config_for(kernels, either, target)).total);
+    for (const bool conditional : {false, true})
+      bytes = std::max(bytes, Workspace(p, config_for(kernels, either, target, conditional)).total);
   plan->workspace_bytes = bytes;
   return Status();
 }
@@ -182,7 +184,8 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
   params.only_if = only_if;
 
   const BackwardKind kind = params.aligned ? kind_for(p) : BackwardKind::kGeneral;
-  const BackwardConfig& config = config_for(kernels, kind, plan.target);
+  const int shape = shape_for(kernels, kind, plan.target, only_if != nullptr);
+  const BackwardConfig& config = kernels.config[static_cast<int>(kind)][shape];
   const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
   const Workspace layout(p, config);
   auto* base = static_cast<char*>(workspace);
@@ -231,7 +234,6 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
   const bool has_keys = key_rows(p) > 0 && p.num_heads_k > 0;
   const int64_t blocks = params.num_key_blocks * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
   if (has_keys || (t.dalibi && p.num_heads_q > 0)) {
-    const int shape = shape_for(kernels, kind, plan.target);
     const bool shared_tasks = only_if != nullptr && kind == BackwardKind::kPlain && shape == 0;
     const BackwardKernels::Launch launch = shared_tasks ? kernels.launch_if : kernels.launch[static_cast<int>(kind)][shape];
     const int64_t few = device_facts(plan.target.device_index).multiprocessors;

@@ -39,6 +39,7 @@ struct ForwardConfig {
   int num_warps;
   Split split = Split::kWarp;
   int unroll = 1;  // float32: steps of the head dim in one turn of the loop
+  int num_stages = 1;  // 16 bits: of K and V
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int row_groups() const { return block_m / (num_warps * 16); }  // of 16 rows, per warp
@@ -46,7 +47,7 @@ struct ForwardConfig {
   TW_HOST_DEVICE constexpr int key_bytes() const { return block_n * head_dim * (split == Split::kWarp ? element_bytes(element) : 6); }
   // K, V, and the floats of either as they arrive.
   TW_HOST_DEVICE constexpr int shared_bytes() const {
-    return query_bytes() + (split == Split::kInTurn ? 1 : 2) * key_bytes() + (split == Split::kWarp ? 0 : block_n * head_dim * 4) +
+    return query_bytes() + (split == Split::kInTurn ? 1 : 2) * num_stages * key_bytes() + (split == Split::kWarp ? 0 : block_n * head_dim * 4) +
            block_n * 4;
   }
   // Live 32-bit registers of the main loop: O, S, an operand of one step (of float32 three parts and sums), and the addresses
@@ -62,7 +63,8 @@ struct ForwardConfig {
 // Two groups of 16 rows per warp halve the shared-memory reads of K and V per product; from d = 192 on the output of
 // two groups (2 x 96 registers) leaves no room, so eight warps of one group share a tile. Measured on an H200, 16k keys,
 // full, bf16, TFLOP/s (docs/kernels/forward_sm80.md): d 64 309 (one group 268, 128 keys 295, Q in registers 278),
-// d 128 341 (one group 291, 32 keys 337), d 256 318 (32 keys 264).
+// d 128 341 (one group 291, 32 keys 337), d 256 318 (32 keys 264). Two stages of K and V need one barrier a tile instead of two: d 64
+// 333 instead of 309; measured for plain and dropout alone. d 128 then takes 97 KiB, of which sm_80 has no room for two blocks: one stage.
 TW_HOST_DEVICE constexpr ForwardConfig forward_config(Element element, ForwardKind kind, int head_dim, bool small) {
   // float32: rows of twice the bytes, operands of three parts. What counts is that K and V are split once and that two warps a
   // scheduler share the waiting: d 128 60 TFLOP/s (every warp splits: 51), d 256 53 (24; four warps 32).
@@ -80,7 +82,10 @@ TW_HOST_DEVICE constexpr ForwardConfig forward_config(Element element, ForwardKi
   }
   if (kind == ForwardKind::kFewRows)  // 64 rows are mostly empty already; the loads of K and V are all that counts
     return {element, kind, head_dim, 64, head_dim <= 128 ? 64 : 32, 4};
-  if (head_dim <= 128) return {element, kind, head_dim, 128, 64, 4};
+  if (head_dim <= 128) {
+    const bool staged = kind != ForwardKind::kGeneral && (head_dim <= 96 || !small);
+    return {element, kind, head_dim, 128, 64, 4, Split::kWarp, 1, staged ? 2 : 1};
+  }
   if (head_dim <= 192 || !small) return {element, kind, head_dim, 128, 64, 8};
   return {element, kind, head_dim, 64, 64, 4};
 }
@@ -92,11 +97,12 @@ TW_HOST_DEVICE constexpr ForwardConfig roomy_config(Element element, ForwardKind
   return forward_config(element, kind, head_dim, false);
 }
 
-// Two blocks of four warps do better than one of eight, where a multiprocessor has room for both, as on sm_90 and sm_100: their
-// barriers hold up half as much. H200, d 256: 338 TFLOP/s instead of 318. `limit`: of a block; a multiprocessor has 1 KiB more,
-// and a block takes 1 KiB more than it asks for.
+// Two blocks a multiprocessor do better than one of a larger shape: one's softmax runs beside the other's products. H200, d 256:
+// 338 TFLOP/s in two blocks of 64 rows instead of 318 in one of 128. `limit`: of a block; a multiprocessor has 1 KiB more, and a
+// block takes 1 KiB more than it asks for.
+TW_HOST_DEVICE constexpr bool fits_twice(const ForwardConfig& config, int limit) { return 2 * (config.shared_bytes() + 1024) <= limit + 1024; }
 TW_HOST_DEVICE constexpr bool prefers_small(const ForwardConfig& large, const ForwardConfig& small, int limit) {
-  return element_bytes(large.element) == 2 && small.num_warps < large.num_warps && 2 * (small.shared_bytes() + 1024) <= limit + 1024;
+  return element_bytes(large.element) == 2 && fits_twice(small, limit) && !fits_twice(large, limit);
 }
 
 enum class BackwardKind : int { kPlain, kDropout, kGeneral };  // as ForwardKind
@@ -154,19 +160,19 @@ TW_HOST_DEVICE constexpr BackwardConfig backward_config(Element element, Backwar
   return small ? BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 2, 4, 1};
 }
 
-// d 128 50 TFLOP/s (44), d 256 41 (22).
+// float32: d 128 50 TFLOP/s (44), d 256 41 (22). 16 bits: 128 queries a tile instead of 64, so that a warp computes 32 x 32 of S and dP and
+// reads half an operand a product instead of three quarters: d 256 304 (248).
 TW_HOST_DEVICE constexpr BackwardConfig roomy_config(Element element, BackwardKind kind, int head_dim) {
   if (element == Element::kFloat32 && head_dim > 96 && kind == BackwardKind::kPlain) {
     if (head_dim <= 128) return {element, kind, head_dim, 32, 8, 1, 2, 1, true};
     return {element, kind, head_dim, 32, 8, 1, 4, 1, true};
   }
+  if (element != Element::kFloat32 && head_dim > 192) return {element, kind, head_dim, 128, 8, 2, 4, 1};
   return backward_config(element, kind, head_dim, false);
 }
 
-// Is there a shape of its own for GPUs with 99 KiB per block?
-TW_HOST_DEVICE constexpr bool has_small(const auto& large, const auto& small) {
-  return large.shared_bytes() > kSharedLimit && small.shared_bytes() <= kSharedLimit;
-}
+// Is there a shape of its own for GPUs with less shared memory?
+TW_HOST_DEVICE constexpr bool has_small(const auto& large, const auto& small) { return small.shared_bytes() < large.shared_bytes(); }
 
 // Is there a shape of its own for GPUs with 227 KiB, and does this one have as much?
 TW_HOST_DEVICE constexpr bool is_roomy(const auto& roomy, int limit) {

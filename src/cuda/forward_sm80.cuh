@@ -12,6 +12,7 @@
 #pragma once
 #include "cuda/config_sm80.h"
 #include "cuda/params.h"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/operand.cuh"
@@ -26,8 +27,45 @@ struct RowState {
   float reference[kM][2];  // -inf until a key is visible; in the units of the logits
   float sum[kM][2];        // of this thread's columns
   float maximum[kM][2];    // true maximum, for max_logit
+  int bound[kM][2];        // bits of reference + 8 / c, see exceeds()
+  bool settled;            // exceeds() can tell for every row of the warp
   bool large;              // some |reference * c| of the warp is over 2^12, see exponentials()
 };
+
+// Does a logit exceed its row's reference by more than 2^8? Bits of floats, read as integers, are in the floats' order from 0 on,
+// and below 0 where these are: enough for bounds that are not negative, and sm_90 takes the largest of three integers at once. With
+// threads that look at their own logits alone this is 44 instructions for 64 logits, where update_reference() begins with 90.
+template <int kM, int kN>
+__device__ __forceinline__ bool exceeds(const RowState<kM>& row, const float (&s)[kM][kN][4]) {
+  bool any = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int largest = __float_as_int(s[m][0][2 * half]);
+      largest = max(largest, __float_as_int(s[m][0][2 * half + 1]));
+#pragma unroll
+      for (int n = 1; n < kN; ++n)
+        largest = __vimax3_s32(largest, __float_as_int(s[m][n][2 * half]), __float_as_int(s[m][n][2 * half + 1]));
+      any |= largest > row.bound[m][half];
+    }
+  return __any_sync(0xffffffffu, any);
+}
+
+// What exceeds() needs of the references. Not the large ones, whose logits lose too many bits to a bound.
+template <int kM>
+__device__ __forceinline__ void settle(RowState<kM>& row, float c) {
+  bool open = row.large;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float bound = row.reference[m][half] + 8.f / c;
+      open |= !(bound >= 0.f);  // a row without a reference among them
+      row.bound[m][half] = __float_as_int(bound);
+    }
+  row.settled = !__any_sync(0xffffffffu, open);
+}
 
 // Moves the references of a warp if a logit exceeds one by more than 2^8; rescales sums and output.
 template <bool kTrackMaximum, int kM, int kN, int kD>
@@ -115,6 +153,13 @@ struct ForwardKernel {
   static constexpr bool kGeneral = C.kind == ForwardKind::kGeneral || C.kind == ForwardKind::kFewRows;
   static constexpr bool kMayPack = kGeneral || sizeof(T) == 2;  // plain kernels never do; float32 of 256 columns ran 6 % slower for the question
   static constexpr bool kDrops = kGeneral || C.kind == ForwardKind::kDropout;
+  static constexpr bool kStaged = C.num_stages == 2;
+  // What the compiler makes of the main loop decides, measured (docs/kernels/forward_sm80.md): with 64 columns registers are left
+  // for exceeds() and for warps that skip tiles, above only if sums are early and the block's place is looked up again at the end.
+  static constexpr bool kLight = kStaged && C.head_dim <= 64;
+  static constexpr bool kEarlySums = kStaged && !kLight;
+  static constexpr bool kSkips = kLight && !kDrops;
+  static constexpr bool kPacked = C.head_dim < 128;  // lanes' addresses in one register
   static constexpr bool kFast = C.head_dim <= 128 && sizeof(T) == 2;  // registers are left for the faster copies and finer steps
   static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));  // of a row
   static constexpr int kM = C.row_groups();      // row groups of 16 per warp
@@ -138,6 +183,35 @@ struct ForwardKernel {
 
   // Warps 32 threads apart by four share a scheduler: with a mask to the right, whose later rows see more, each gets as much.
   __device__ __forceinline__ static int warp_of_rows(int warp) { return sizeof(T) == 4 && C.num_warps == 8 && warp >= 4 ? 11 - warp : warp; }
+
+  // The block's place in the grid: split, batch entry and head; returns the row block. Row blocks lie inside heads, the longest first;
+  // with float32 and a mask to the right outside of all heads: a block takes so long there that the last ones are the tail.
+  __device__ __forceinline__ int locate(unsigned index) {
+    const int pack = kMayPack ? p.pack : 1;
+    const int heads = p.sequence.num_heads_q / pack;
+    int block;
+    if (sizeof(T) == 4 && p.score.window_right >= 0) {
+      const unsigned others = gridDim.x / p.num_blocks;
+      block = p.num_blocks - 1 - static_cast<int>(index / others);
+      index %= others;
+    } else {
+      block = p.num_blocks - 1 - static_cast<int>(index % p.num_blocks);
+      index /= p.num_blocks;
+    }
+    first_head = static_cast<int>(index % heads) * pack;
+    index /= heads;
+    split = static_cast<int>(index % p.num_splits);
+    b = static_cast<int>(index / p.num_splits);
+    return block;
+  }
+
+  // And its sequence and rows; then the thread's.
+  __device__ __forceinline__ void enter(int block, unsigned thread) {
+    s = resolve(p.sequence, b);
+    first_row = block * C.block_m;
+    warp = warp_of_rows(thread / 32);
+    lane = thread % 32;
+  }
 
   // Packed row r of this block -> query and head.
   __device__ __forceinline__ int query(int r) const { return kGeneral && p.pack > 1 ? (first_row + r) / p.pack : first_row + r; }
@@ -404,6 +478,77 @@ struct ForwardKernel {
     return tiles;
   }
 
+  __device__ __forceinline__ static auto stage_address(const LaneAddress<kBytes>& address) {
+    if constexpr (kPacked) return packed(address);
+    else return address;
+  }
+
+  // S += Q K^T.
+  template <class LaneQ, class LaneK>
+  __device__ __forceinline__ static void multiply_keys(float (&x)[kM][kN][4], const LaneQ& lane_q, const LaneK& lane_k) {
+#pragma unroll kUnroll
+    for (int step = 0; step < kSteps; ++step) {
+      OperandA<T> a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_q, m * 16, step);
+      multiply_b<T>(x, a, lane_k, step);
+    }
+  }
+
+  // Lets the products of a step wait for its sums. The sums hang on nothing else, so that ptxas puts them off to the end of the
+  // tile, keeps every probability in a register until then and has none left to load V ahead: d 128, 349 instead of 379 TFLOP/s.
+  __device__ __forceinline__ void await_sums(OperandA<T> (&a)[kM], const RowState<kM>& row) const {
+    const uint32_t zero = p.num_blocks >> 31;  // which the compiler does not know
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) a[m].x[2 + half] |= __float_as_uint(row.sum[m][half]) & zero;
+  }
+
+  // O += P V for a tile whose logits are x, with everything between: references, exponentials, sums, dropout, the pairs whose value
+  // is inf or NaN.
+  template <class LaneV>
+  __device__ __forceinline__ void add_values(RowState<kM>& row, float (&x)[kM][kN][4], float (&o)[kM][kD][4], const LaneV& lane_v, float c,
+                                             int j0, const Dropout& dropout, bool drops, bool masked, bool nonfinite, uint32_t* marks,
+                                             const T* v) const {
+    if (!kSkips || masked || !row.settled || exceeds(row, x)) {
+      update_reference<kGeneral>(row, x, o, c);
+      if constexpr (kSkips) settle(row, c);
+    }
+    float shift[kM][2];
+    make_shift(shift, row, x, c);
+    // A group of keys at a time, so that the tensor cores work on one while the next is exponentiated: 16 keys, 32 where
+    // a draw of dropout serves 32, all where registers are short (d 128 with draws in between spilled 170 bytes).
+    constexpr int kGroup = !kFast || (kDrops && C.head_dim > 64) ? kN : kDrops ? 4 : 2;
+    OperandA<T> operand[kN / 2][kM];
+#pragma unroll
+    for (int n = 0; n < kN; n += kGroup) {
+      exponentials(row, shift, x, c, n, n + kGroup);
+      if constexpr (kDrops) {
+        if (drops)
+#pragma unroll
+          for (int n4 = n; n4 < n + kGroup; n4 += 4) drop(x, j0, n4, dropout);
+      }
+#pragma unroll
+      for (int step = n / 2; step < (n + kGroup) / 2; ++step) {
+        operand_of<T>(operand[step], x, step);
+        if constexpr (kEarlySums) await_sums(operand[step], row);
+        multiply_bt<T>(o, operand[step], lane_v, step);
+      }
+    }
+    if (nonfinite) {
+      const T* v_base = p.sequence.page_size > 0 ? static_cast<const T*>(p.v.data) + head_k * p.v.head : v;
+      add_nonfinite(operand, x, o, j0, marks, v_base);
+      clear_marks(marks);
+    }
+  }
+
+  __device__ __forceinline__ static void clear_marks(uint32_t* marks) {
+    __syncthreads();
+    if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
+    if constexpr (kStaged) __syncthreads();  // the next tile's search comes before the next barrier
+  }
+
   __device__ __forceinline__ void run(uint32_t shared, uint32_t* marks) {
     const uint32_t s_q = shared;                                       // [block_m, head_dim]
     const uint32_t s_k = s_q + C.query_bytes();                        // [block_n, head_dim]
@@ -426,12 +571,12 @@ struct ForwardKernel {
         row.sum[m][half] = 0.f;
       }
     }
-    row.large = false;
+    row.large = row.settled = false;
 
     Dropout dropout;
     if constexpr (kDrops) dropout = resolve_dropout(p.score);
-    const bool drops = kDrops && dropout.active();
-    const float scale_down = drops ? dropout.scale : 1.f;
+    const bool drops = kDrops && (kStaged || dropout.active());
+    const float scale_down = drops && dropout.active() ? dropout.scale : 1.f;
 
     const int last_row = C.block_m - 1;
     const Range tiles = key_tiles(last_row);
@@ -457,6 +602,7 @@ struct ForwardKernel {
         __syncthreads();  // every thread has read Q where K and V will be
       }
       load_keys(p.k, k, k_arrives, (tiles.end - 1) * C.block_n, p.head_dim);
+      if (kStaged) load_keys(p.v, v, s_v, (tiles.end - 1) * C.block_n, p.head_dim_v);
       ptx::cp_async_commit();
       if constexpr (kSplits && C.split != Split::kAll) {
         ptx::cp_async_wait<0>();
@@ -469,101 +615,110 @@ struct ForwardKernel {
       const int full_end = visible_keys(p.score, query(0), s.seqlen_q, s.seqlen_k).end;
 
       const auto lane_q = lane_address_a<T, kBytes, kPartQ>(s_q + warp * kM * 16 * (kPartQ > 0 ? kBytes / 2 : kBytes), lane);
-      const auto lane_k = lane_address_b<T, kBytes, kPartK>(s_k, lane);
-      const auto lane_v = lane_address_bt<T, kBytes, kPartK>(s_v, lane);
+      const auto is_masked = [&](int j0) { return j0 < full_begin || j0 + C.block_n > full_end; };
 
+      if constexpr (kStaged) {
+        constexpr uint32_t kStageBytes = 2 * C.block_n * kBytes;
+        auto lane_k = stage_address(lane_address_b<T, kBytes>(s_k, lane));
+        auto lane_v = stage_address(lane_address_bt<T, kBytes>(s_v, lane));
+        uint32_t stage = 0;  // where the tile lies, in bytes
+        // Waits for a tile and starts the copies of the next one; true: its V held inf or NaN where some pair is masked.
+        const auto receive = [&](int tile, bool masked) {
+          ptx::cp_async_wait<0>();
+          bool nonfinite = false;
+          if (masked)
+            nonfinite = __syncthreads_or(KCopy::remove_nonfinite(s_v + stage, marks));
+          else
+            __syncthreads();  // K and V are here, and every warp is done with the last tile
+          if (tile > tiles.begin) {
+            load_keys(p.k, k, s_k + (kStageBytes - stage), (tile - 1) * C.block_n, p.head_dim);
+            load_keys(p.v, v, s_v + (kStageBytes - stage), (tile - 1) * C.block_n, p.head_dim_v);
+          }
+          ptx::cp_async_commit();
+          return nonfinite;
+        };
+        const auto advance = [&] {
+          const uint32_t step = kStageBytes - 2 * stage;  // to the other stage
+          lane_k.move(step);
+          lane_v.move(step);
+          stage += step;
+        };
+        int tile = tiles.end - 1;
+        if constexpr (kSkips) {  // tiles behind the last key that this warp sees
+          const int warp_end = visible_keys(p.score, first_row + (warp + 1) * kM * 16 - 1, s.seqlen_q, s.seqlen_k).end;
 #pragma unroll 1
-      for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-        const int j0 = tile * C.block_n;
-        ptx::cp_async_wait<0>();
-        if constexpr (kInTurn) __syncthreads();  // every warp is done with the last V
-        if constexpr (kSplits) split_tile<KCopy>(s_arriving, s_k);
-        __syncthreads();  // K is here, and every warp is done with the last V
-        load_keys(p.v, v, v_arrives, j0, p.head_dim_v);
-        ptx::cp_async_commit();
-
-        float x[kM][kN][4];
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-          for (int n = 0; n < kN; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
-        // A warp none of whose rows sees the tile only copies and waits (16-bit elements: not worth the branches).
-        bool sees = true;
-        if (sizeof(T) == 4 && (j0 < full_begin || j0 + C.block_n > full_end)) {
-          const int first = query(warp * kM * 16), last = min(query(warp * kM * 16 + kM * 16 - 1), s.seqlen_q - 1);
-          sees = j0 < visible_keys(p.score, last, s.seqlen_q, s.seqlen_k).end &&
-                 j0 + C.block_n > visible_keys(p.score, first, s.seqlen_q, s.seqlen_k).begin;
-        }
-        if (sees) {
-#pragma unroll kUnroll
-          for (int step = 0; step < kSteps; ++step) {
-            OperandA<T> a[kM];
-#pragma unroll
-            for (int m = 0; m < kM; ++m) load_a<T>(a[m], lane_q, m * 16, step);
-            multiply_b<T>(x, a, lane_k, step);
+          for (; tile > tiles.begin && tile * C.block_n >= warp_end; --tile) {
+            if (receive(tile, true)) clear_marks(marks);
+            advance();
           }
         }
-
-        bool masked = j0 < full_begin || j0 + C.block_n > full_end;
-        if constexpr (kGeneral) {
-          options(x, j0);
-          masked |= p.score.bias != nullptr;  // a boolean mask, or -inf
+#pragma unroll 1
+        for (; tile >= tiles.begin; --tile) {
+          const int j0 = tile * C.block_n;
+          const bool masked = is_masked(j0);
+          const bool nonfinite = receive(tile, masked);
+          float x[kM][kN][4] = {};
+          multiply_keys(x, lane_q, lane_k);
+          if (masked) mask(x, j0);
+          add_values(row, x, o, lane_v, c, j0, dropout, drops, masked, nonfinite, marks, v);
+          advance();
         }
-        if (masked) mask(x, j0);
+      } else {
+        const auto lane_k = lane_address_b<T, kBytes, kPartK>(s_k, lane);
+        const auto lane_v = lane_address_bt<T, kBytes, kPartK>(s_v, lane);
+#pragma unroll 1
+        for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+          const int j0 = tile * C.block_n;
+          ptx::cp_async_wait<0>();
+          if constexpr (kInTurn) __syncthreads();  // every warp is done with the last V
+          if constexpr (kSplits) split_tile<KCopy>(s_arriving, s_k);
+          __syncthreads();  // K is here, and every warp is done with the last V
+          load_keys(p.v, v, v_arrives, j0, p.head_dim_v);
+          ptx::cp_async_commit();
 
-        ptx::cp_async_wait<0>();
-        bool nonfinite = false;
-        if constexpr (kSplits) {
-          const bool found = KCopy::remove_nonfinite(s_arriving, marks);
-          if constexpr (kInTurn) __syncthreads();  // every warp is done with K
-          else __syncwarp();                       // a neighbouring lane may have zeroed a chunk of this one
-          split_tile<KCopy>(s_arriving, s_v);
-          nonfinite = __syncthreads_or(found);
-        } else if (masked || sizeof(T) == 4)  // the parts of an infinite float32 sum to NaN: it never goes through the products
-          nonfinite = __syncthreads_or(KCopy::remove_nonfinite(s_v, marks));
-        else
-          __syncthreads();  // V is here, and every warp is done with K
-        if (tile > tiles.begin) load_keys(p.k, k, k_arrives, j0 - C.block_n, p.head_dim);
-        ptx::cp_async_commit();
+          float x[kM][kN][4] = {};
+          // A warp none of whose rows sees the tile only copies and waits (16-bit elements: not worth the branches).
+          bool sees = true;
+          if (sizeof(T) == 4 && is_masked(j0)) {
+            const int first = query(warp * kM * 16), last = min(query(warp * kM * 16 + kM * 16 - 1), s.seqlen_q - 1);
+            sees = j0 < visible_keys(p.score, last, s.seqlen_q, s.seqlen_k).end &&
+                   j0 + C.block_n > visible_keys(p.score, first, s.seqlen_q, s.seqlen_k).begin;
+          }
+          if (sees) multiply_keys(x, lane_q, lane_k);
 
-        if (!sees) {
-          if (nonfinite) {
-            __syncthreads();
-            if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
+          bool masked = is_masked(j0);
+          if constexpr (kGeneral) {
+            options(x, j0);
+            masked |= p.score.bias != nullptr;  // a boolean mask, or -inf
           }
-          continue;
-        }
-        update_reference<kGeneral>(row, x, o, c);
-        float shift[kM][2];
-        make_shift(shift, row, x, c);
-        // A group of keys at a time, so that the tensor cores work on one while the next is exponentiated: 16 keys, 32 where
-        // a draw of dropout serves 32, all where registers are short (d 128 with draws in between spilled 170 bytes).
-        constexpr int kGroup = !kFast || (kDrops && C.head_dim > 64) ? kN : kDrops ? 4 : 2;
-        OperandA<T> operand[kN / 2][kM];
-#pragma unroll
-        for (int n = 0; n < kN; n += kGroup) {
-          exponentials(row, shift, x, c, n, n + kGroup);
-          if constexpr (kDrops) {
-            if (drops)
-#pragma unroll
-              for (int n4 = n; n4 < n + kGroup; n4 += 4) drop(x, j0, n4, dropout);
+          if (masked) mask(x, j0);
+
+          ptx::cp_async_wait<0>();
+          bool nonfinite = false;
+          if constexpr (kSplits) {
+            const bool found = KCopy::remove_nonfinite(s_arriving, marks);
+            if constexpr (kInTurn) __syncthreads();  // every warp is done with K
+            else __syncwarp();                       // a neighbouring lane may have zeroed a chunk of this one
+            split_tile<KCopy>(s_arriving, s_v);
+            nonfinite = __syncthreads_or(found);
+          } else if (masked || sizeof(T) == 4)  // the parts of an infinite float32 sum to NaN: it never goes through the products
+            nonfinite = __syncthreads_or(KCopy::remove_nonfinite(s_v, marks));
+          else
+            __syncthreads();  // V is here, and every warp is done with K
+          if (tile > tiles.begin) load_keys(p.k, k, k_arrives, j0 - C.block_n, p.head_dim);
+          ptx::cp_async_commit();
+
+          if (!sees) {
+            if (nonfinite) clear_marks(marks);
+            continue;
           }
-#pragma unroll
-          for (int step = n / 2; step < (n + kGroup) / 2; ++step) {
-            operand_of<T>(operand[step], x, step);
-            multiply_bt<T>(o, operand[step], lane_v, step);
-          }
-        }
-        if (nonfinite) {
-          const T* v_base = p.sequence.page_size > 0 ? static_cast<const T*>(p.v.data) + head_k * p.v.head : v;
-          add_nonfinite(operand, x, o, j0, marks, v_base);
-          __syncthreads();
-          if (threadIdx.x < C.block_n) marks[threadIdx.x] = 0;
+          add_values(row, x, o, lane_v, c, j0, dropout, drops, masked, nonfinite, marks, v);
         }
       }
       ptx::cp_async_wait<0>();
+    }
+    if constexpr (kEarlySums) {  // what the main loop did not need takes no registers from it
+      enter(locate(ptx::block_index()), ptx::thread_index());
     }
     epilogue(row, o, c, scale_down, s_q);
   }
@@ -575,37 +730,16 @@ template <ForwardConfig C>
 __device__ __forceinline__ void forward_sm80_block(const ForwardParams& p, unsigned char* shared) {
   using Kernel = ForwardKernel<C>;
   const int pack = Kernel::kMayPack ? p.pack : 1;
-  const int heads = p.sequence.num_heads_q / pack;
-  unsigned index = blockIdx.x;
-  int block;
-  if (sizeof(typename Kernel::T) == 4 && p.score.window_right >= 0) {
-    // The longest of all heads first: one block of float32 a multiprocessor takes so long that the last ones are the tail.
-    const unsigned others = gridDim.x / p.num_blocks;
-    block = p.num_blocks - 1 - static_cast<int>(index / others);
-    index %= others;
-  } else {
-    block = p.num_blocks - 1 - static_cast<int>(index % p.num_blocks);
-    index /= p.num_blocks;
-  }
-  const int h = static_cast<int>(index % heads);
-  index /= heads;
-  const int split = static_cast<int>(index % p.num_splits);
-  const int b = static_cast<int>(index / p.num_splits);
-  if (b >= p.sequence.batch) {
-    if (split == 0)
-      for (int n = 0; n < pack; ++n) zero_packed_tail<typename Kernel::T>(p, h * pack + n, block, C.block_m);
+  Kernel kernel{p};
+  const int block = kernel.locate(blockIdx.x);
+  if (kernel.b >= p.sequence.batch) {
+    if (kernel.split == 0)
+      for (int n = 0; n < pack; ++n) zero_packed_tail<typename Kernel::T>(p, kernel.first_head + n, block, C.block_m);
     return;
   }
-  Kernel kernel{p};
-  kernel.b = b;
-  kernel.s = resolve(p.sequence, b);
-  kernel.first_row = block * C.block_m;
+  kernel.enter(block, threadIdx.x);
   if (kernel.first_row >= kernel.s.capacity_q * pack) return;
-  kernel.first_head = h * pack;
   kernel.head_k = kernel.first_head / (p.sequence.num_heads_q / p.sequence.num_heads_k);
-  kernel.split = split;
-  kernel.warp = Kernel::warp_of_rows(threadIdx.x / 32);
-  kernel.lane = threadIdx.x % 32;
   kernel.natural = Kernel::kGeneral && (p.score.softcap > 0 || p.score.alibi || p.score.bias || !(p.score.scale > 1e-30f));
   kernel.run(ptx::shared_address(shared),
              reinterpret_cast<uint32_t*>(shared + C.shared_bytes() - C.block_n * 4));

@@ -21,7 +21,7 @@ int launch_backward_roomy(const BackwardParams& params, int64_t num_blocks, void
   constexpr BackwardConfig C = roomy_config(kElement, kKind, kHeadDim);
   static_assert(C.shared_bytes() <= kSharedLimitRoomy);
   if constexpr (C.shared_bytes() <= kSharedLimitLarge)
-    return launch_backward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);
+    return launch_backward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);  // the same shape
   else
     return launch<backward_sm80_roomy_kernel<kElement, kKind, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
                                                                          static_cast<cudaStream_t>(stream));

@@ -35,6 +35,8 @@ struct LaneAddress {
   __device__ __forceinline__ LaneAddress(uint32_t tile, int lane_row, int lane_chunk, int byte_in_chunk = 0)
       : row(tile + lane_row * kBytes + byte_in_chunk), chunk((lane_chunk ^ Layout::swizzle(lane_row)) << 4) {}
 
+  __device__ __forceinline__ void move(uint32_t bytes) { row += bytes; }  // to another tile
+
   __device__ __forceinline__ uint32_t at(int rows, int bytes) const {
     return row + rows * kBytes + ((chunk ^ (bytes % Layout::kGroup)) + bytes / Layout::kGroup * Layout::kGroup);
   }
@@ -49,6 +51,8 @@ struct PackedAddress {
   uint32_t base;
 
   __device__ __forceinline__ explicit PackedAddress(const LaneAddress<kBytes>& from) : base(from.row + from.chunk) {}
+
+  __device__ __forceinline__ void move(uint32_t bytes) { base += bytes; }  // to another tile, a multiple of kGroup away
 
   __device__ __forceinline__ uint32_t at(int rows, int bytes) const {
     return (base ^ bytes % Layout::kGroup) + (rows * kBytes + bytes / Layout::kGroup * Layout::kGroup);
