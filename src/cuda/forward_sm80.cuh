@@ -604,6 +604,7 @@ struct ForwardKernel {
       load_keys(p.k, k, k_arrives, (tiles.end - 1) * C.block_n, p.head_dim);
       if (kStaged) load_keys(p.v, v, s_v, (tiles.end - 1) * C.block_n, p.head_dim_v);
       ptx::cp_async_commit();
+      if constexpr (kStaged) __syncthreads();  // marks are zero before another thread sets one
       if constexpr (kSplits && C.split != Split::kAll) {
         ptx::cp_async_wait<0>();
         __syncthreads();
