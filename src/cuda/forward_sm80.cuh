@@ -589,6 +589,7 @@ struct ForwardKernel {
         v = key_rows<const T>(p.v, p.sequence, s, head_k);
       }
       const uint32_t q_arrives = C.split == Split::kAll ? s_k : s_q;
+      static_assert(C.split != Split::kAll || C.block_m * kBytes <= 2 * C.key_bytes() + C.block_n * kBytes);
       if (kGeneral && (p.pack > 1 || !p.aligned))
         QCopy::load_rows(q_arrives, q, [&](int r) { return query_offset(p.q, r); }, s.seqlen_q * p.pack - first_row, p.head_dim,
                          p.aligned);

@@ -88,10 +88,10 @@ std::vector<Check> forward_cases() {
     both(std::string("b=4 hq=4 hk=2 sq=70 sk=500 packed_q=240 splits=4 sink seqused_q seqused_k d=") + d);
     add(std::string("bf16 b=2 hq=4 hk=2 sq=5 sk=500 splits=4 d=") + d, Layout::kUnaligned);
   }
-  for (const char* d : {"64", "128", "192"})
+  for (const char* d : {"64", "128", "192", "256"})
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal pages=40x16", " causal splits=3"})
-      for (const char* dtype : {"bf16", "f16"})
-        cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
+      for (const char* dtype : kDtypes)
+        cases.push_back({std::string("fwd ") + dtype + "b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
   // Several tiles of every kernel in both directions.
   for (const char* d : {"64", "128", "256"}) {
     const std::string s = std::string("b=2 hq=4 hk=2 sq=420 sk=600 d=") + d;
@@ -117,8 +117,8 @@ std::vector<Check> forward_cases() {
     both(std::string("b=1 hq=6 hk=2 sq=300 sk=2500 d=") + d + " dv=72"), both(std::string("b=2 hq=4 sq=70 sk=1700 batch_invariant d=") + d);
     both(std::string("b=2 hq=2 hk=1 sq=600 sk=350 causal d=") + d), both(std::string("b=2 hq=2 hk=1 sq=600 sk=200 window=20,100 d=") + d);
     for (const char* rest : {" causal", " window=200,100", " causal softcap=5", " seqused_k", " leftpad causal"})
-      for (const char* dtype : {"bf16", "f16"})
-        cases.push_back({std::string("fwd ") + dtype + " b=2 hq=4 hk=2 sq=300 sk=420 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
+      for (const char* dtype : kDtypes)
+        cases.push_back({std::string("fwd ") + dtype + "b=2 hq=4 hk=2 sq=300 sk=420 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
   }
   // Query heads that share tiles, and their tiles several blocks. All combinations at d 128, a part of them elsewhere.
   for (const char* d : {"128", "256", "96", "192 dv=72"}) {
@@ -224,7 +224,7 @@ std::vector<Check> backward_cases() {
       few(std::string("b=2 hq=6 hk=2 sq=700 sk=400 causal deterministic d=") + d + margin);
     }
   }
-  for (const char* d : {"64", "128", "192"})
+  for (const char* d : {"64", "128", "192", "256"})
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal deterministic"})
       for (const char* dtype : kDtypes)
         cases.push_back({std::string("bwd ") + dtype + "b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
