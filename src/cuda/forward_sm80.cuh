@@ -7,6 +7,7 @@
 //   P = exp(S - m)     while K of the next tile is under way
 //   O = O + P V
 //
+// With two stages of K and V (`staged` in config_sm80.h) both of the next tile are under way all the while, one barrier a tile.
 // A warp owns whole rows, so the softmax needs no shared memory. The reference follows the row maximum lazily: l and o
 // are rescaled only when a logit exceeds it by 2^8. Any reference gives the same quotient o / l; P <= 2^8 fits float16.
 #pragma once

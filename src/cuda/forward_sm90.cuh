@@ -1,7 +1,7 @@
 // Forward attention with the copy engine and the asynchronous tensor cores (sm_90a).
 //
 // A block stays on its multiprocessor and takes tile after tile: 64 query rows for each of its consumer warpgroups.
-// Threads of the producer warpgroup hand out the tiles, load Q, K and V ahead of their use, and store O after it. The
+// Threads of the producer warpgroup hand out the tiles, load Q, K and V ahead of their use, and store O after it (up to head dim 128). The
 // pipeline does not drain between tiles. Step j of a consumer, inside a tile and across tiles alike:
 //
 //   S(j) = Q K(j)^T             issued, then

@@ -193,7 +193,7 @@ std::string refuse_forward_sm90(const tw_problem& p) {
   if (p.dropout_p != 0 && p.k_layout == TW_PAGED && has(p, TW_HAS_LEFTPAD_K)) return "dropout with left padding in pages";
   if (has(p, TW_HAS_BIAS)) return "bias";
   if (p.num_splits > 1) return "num_splits over 1";
-  if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
+  if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
   if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
   const ForwardSm90Config config = choose(p);
   if (find_kernels(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
@@ -229,10 +229,13 @@ Status plan_forward_sm90(const tw_problem& p, const Target& target, Plan* plan) 
 
 Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
   const tw_problem& p = plan.problem;
-  // Only the pointers tell. The general kernel takes anything, and needs no workspace for more than 64 rows.
+  // Only the pointers tell. The general kernel takes anything; with its keys in one part, since the plan has no room for more.
   if (t.o->dtype != t.q->dtype || !tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) ||
-      !tensor_map_possible(*t.o))
-    return run_forward_sm80(plan, t, workspace, stream);
+      !tensor_map_possible(*t.o)) {
+    Plan general = plan;
+    general.problem.num_splits = 1;
+    return run_forward_sm80(general, t, workspace, stream);
+  }
   const ForwardSm90Config config = choose(p, plan.target.choice);
   const Cut cut = cut_forward(p, config, device_facts(plan.target.device_index).multiprocessors);
   const DeviceGuard guard(plan.target.device_index);

@@ -608,8 +608,8 @@ struct ConsumerSm90 {
     for (int n = 0; n < kO / 4; ++n) to[n * 128] = make_float4(o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]);
     to[kO / 4 * 128] =
         make_float4(done_rows.reference[0], done_rows.reference[1], done_rows.sum[0], done_rows.sum[1]);
-    __threadfence();
     __syncwarp();
+    __threadfence();
     if (lane == 0) *part_ready(blockIdx.x) = p.order.launch;
   }
   // Adds what the blocks before this one have of its tile: always in the same order, whoever comes first.
@@ -623,8 +623,8 @@ struct ConsumerSm90 {
         while (*part_ready(block) != p.order.launch) __nanosleep(100);
         *part_ready(block) = 0;  // the same launch may come again, from a graph
       }
-      __syncwarp();
       __threadfence();
+      __syncwarp();
       const float4* const from = part(block);
       const float4 theirs = ptx::load_from_l2(from + kO / 4 * 128);
       const float reference[2] = {fmaxf(rows.reference[0], theirs.x), fmaxf(rows.reference[1], theirs.y)};

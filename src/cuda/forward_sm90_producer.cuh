@@ -60,8 +60,8 @@ __device__ __forceinline__ void load_key_rows(const ForwardSm90Params& p, uint32
                                               const KeyRows& rows, int lane) {
   if (lane == 0) ptx::mbarrier_arrive_expect(barrier, C.k_bytes());
   if constexpr (C.general()) {
+    __syncwarp();  // no lane may be phases of a barrier behind
     if (p.page_rows > 0) {  // a box a page, or what a tile has of it
-      __syncwarp();
       const int n = lane * p.page_rows;
       if (n < C.block_n)
         load_tile<C>(to + n * 128, map, barrier, p.key_loads, C.block_n,

@@ -8,7 +8,7 @@
 
 namespace tilewise::cuda {
 
-// The order in which blocks take tiles (block_m rows of one head of one batch entry).
+// The order in which blocks take tiles (of one batch entry, of one query head or of several that share keys).
 struct TileOrder {
   int32_t num_tiles;
   // A tile has `tile_rows` rows of each of `tile_heads` query heads that share keys, head by head. Either one head and block_m

@@ -131,6 +131,8 @@ std::vector<Check> forward_cases() {
     add(std::string("bf16 b=3 hq=8 hk=1 sq=33 sk=1500 seqused_k leftpad causal d=") + d);
     add(std::string("f16 b=1 hq=8 hk=1 sq=100 sk=3000 causal batch_invariant d=") + d);
     add(std::string("bf16 b=1 hq=8 hk=1 sq=100 sk=3000 causal sm_margin=100 d=") + d, Layout::kTransposed);
+    add(std::string("bf16 b=1 hq=64 hk=8 sq=16 sk=2000 d=") + d, Layout::kUnaligned);  // to the general row, without its splits
+    add(std::string("f16 b=1 hq=64 hk=8 sq=16 sk=2000 d=") + d, Layout::kContiguous, InputKind::kGaussian, true);
     cases.push_back({std::string("fwd bf16 b=2 hq=8 hk=2 sq=60 sk=420 causal d=") + d, Layout::kContiguous, InputKind::kGaussian, false, true});
   }
   // Zero sizes.
