@@ -540,7 +540,7 @@ struct ForwardKernel {
     if (nonfinite) {
       const T* v_base = p.sequence.page_size > 0 ? static_cast<const T*>(p.v.data) + head_k * p.v.head : v;
       add_nonfinite(operand, x, o, j0, marks, v_base);
-      clear_marks(marks);
+      if constexpr (!kSkips) clear_marks(marks);  // where warps skip tiles, all of them at one place
     }
   }
 
@@ -646,24 +646,23 @@ struct ForwardKernel {
           lane_v.move(step);
           stage += step;
         };
-        int tile = tiles.end - 1;
-        if constexpr (kSkips) {  // tiles behind the last key that this warp sees
+        int first_tile = tiles.end - 1;  // of those that this warp sees; the ones before it, it only copies and waits for
+        if constexpr (kSkips) {
           const int warp_end = visible_keys(p.score, first_row + (warp + 1) * kM * 16 - 1, s.seqlen_q, s.seqlen_k).end;
-#pragma unroll 1
-          for (; tile > tiles.begin && tile * C.block_n >= warp_end; --tile) {
-            if (receive(tile, true)) clear_marks(marks);
-            advance();
-          }
+          first_tile = max(tiles.begin, min(first_tile, (warp_end - 1) / C.block_n));
         }
 #pragma unroll 1
-        for (; tile >= tiles.begin; --tile) {
+        for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const int j0 = tile * C.block_n;
           const bool masked = is_masked(j0);
           const bool nonfinite = receive(tile, masked);
-          float x[kM][kN][4] = {};
-          multiply_keys(x, lane_q, lane_k);
-          if (masked) mask(x, j0);
-          add_values(row, x, o, lane_v, c, j0, dropout, drops, masked, nonfinite, marks, v);
+          if (!kSkips || tile <= first_tile) {
+            float x[kM][kN][4] = {};
+            multiply_keys(x, lane_q, lane_k);
+            if (masked) mask(x, j0);
+            add_values(row, x, o, lane_v, c, j0, dropout, drops, masked, nonfinite, marks, v);
+          }
+          if (kSkips && nonfinite) clear_marks(marks);
           advance();
         }
       } else {
