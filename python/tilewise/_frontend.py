@@ -29,7 +29,8 @@ def results(o, lse, max_logit, dropout_mask, return_lse, return_max_logit, retur
 
 
 def seqlens_of(cu_seqlens, max_seqlen, name):
-    return 0 if max_seqlen is None else integer(max_seqlen, name)
+    """0 is C's "not given", which a GPU refuses; 1 is as good a bound of sequences that are all empty."""
+    return 0 if max_seqlen is None else integer(max_seqlen, name) or 1
 
 
 class Frontend:

@@ -7,7 +7,7 @@ torch.compile, torch.export, fake tensors and torch.func they go through the ops
 import torch
 
 from .. import _abi, _build, _call
-from .._frontend import Frontend, check_packed, describe, results
+from .._frontend import Frontend, check_packed, describe, results, seqlens_of
 from .._options import integer, window_of
 from ..errors import InvalidArgument, Unsupported
 from ._kind import CODES, kind, run_dense_on_cuda, target
@@ -388,9 +388,9 @@ def attention_varlen(q, k, v, *, cu_seqlens_q=None, cu_seqlens_k=None, max_seqle
 def _length(value, name):
     if value is None:
         return 0
-    if isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, torch.SymInt):
         return value
-    return integer(value, name)
+    return seqlens_of(None, value, name)
 
 
 def attention_with_kvcache(q, k_cache, v_cache, k_new=None, v_new=None, **options):
