@@ -56,7 +56,8 @@ def parts(options):
         for dtype in ("f32", "bf16", "f16"):
             shards = 3 if dtype == "f32" else 8 if pass_ == "backward" else 6  # half a minute to two minutes each
             for n in range(shards):
-                found.append(("rows %s %s %d/%d" % (pass_, dtype, n + 1, shards), [program["rows_test"], pass_, " %s " % dtype, "", "%d/%d" % (n, shards)], few))
+                command = [program["rows_test"], pass_, " %s " % dtype, "", "%d/%d" % (n, shards)]
+                found.append(("rows %s %s %d/%d" % (pass_, dtype, n + 1, shards), command, few))
     for pass_ in ("bwd", "fwd"):
         for dtype in ("f32", "bf16", "f16"):
             found.append(("cases %s %s" % (pass_, dtype), [program["rows_test"], "cases", "^%s %s " % (pass_, dtype)], few))
