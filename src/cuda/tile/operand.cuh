@@ -258,7 +258,7 @@ __device__ __forceinline__ void multiply(float (&c)[kM][kN][4], int n, const Ope
 template <class T, class From, int kM, int kN>
 inline constexpr int kTilesAtOnce = is_parts<From> && kM == 1 && kN % 4 == 0 ? 4 : 2;
 
-// c += A B for one step, B from rows of n (first column of B: row `row`) ...
+// c += A B for one step, B from rows of n.
 template <class T, int kM, int kN, class From>
 __device__ __forceinline__ void multiply_b(float (&c)[kM][kN][4], const OperandA<T> (&a)[kM], const From& from, int step) {
   constexpr int kTiles = kTilesAtOnce<T, From, kM, kN>;
@@ -271,7 +271,19 @@ __device__ __forceinline__ void multiply_b(float (&c)[kM][kN][4], const OperandA
   }
 }
 
-// ... or from rows of k (first column `column`).
+// The same for all steps, A from rows of m (first one: row 0): S = Q K^T, S^T = K Q^T, dP^T = V dO^T.
+template <class T, int kSteps, int kUnroll, int kM, int kN, class FromA, class FromB>
+__device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], const FromA& from_a, const FromB& from_b) {
+#pragma unroll kUnroll
+  for (int step = 0; step < kSteps; ++step) {
+    OperandA<T> a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) load_a<T>(a[m], from_a, m * 16, step);
+    multiply_b<T>(c, a, from_b, step);
+  }
+}
+
+// c += A B for one step, B from rows of k (first column `column`).
 template <class T, int kM, int kN, class From>
 __device__ __forceinline__ void multiply_bt(float (&c)[kM][kN][4], const OperandA<T> (&a)[kM], const From& from, int step,
                                             int column = 0) {
@@ -332,7 +344,7 @@ __device__ __forceinline__ void operand_of(OperandA<T> (&a)[kM], const float (&x
     }
 }
 
-// A tile [key, query] of P^T or dS^T. Columns of float32 are stored in the order of k within a step, see above: of each
+// A tile [key, query] of P^T or dS^T in float32, or in parts. Columns of float32 are stored in the order of k within a step, see above: of each
 // eight, the even ones first.
 template <class T, int kBytes, int kPartTile = 0>
 __device__ __forceinline__ void store_pair(uint32_t tile, int row, int column, float x, float y) {  // column even
@@ -343,12 +355,11 @@ __device__ __forceinline__ void store_pair(uint32_t tile, int row, int column, f
     const uint32_t at = tile + TileLayout<kBytes / 2>::byte_offset(row, column * 2);
 #pragma unroll
     for (int n = 0; n < 3; ++n) ptx::store_shared(at + n * kPartTile, part[n]);
-  } else if constexpr (sizeof(T) == 4) {
+  } else {
+    static_assert(sizeof(T) == 4);
     const int place = (column & ~7) + (column & 7) / 2;
     ptx::store_shared(tile + Layout::byte_offset(row, place * 4), __float_as_uint(x));
     ptx::store_shared(tile + Layout::byte_offset(row, place * 4 + 16), __float_as_uint(y));
-  } else {
-    ptx::store_shared(tile + Layout::byte_offset(row, column * 2), ptx::pack<T>(x, y));
   }
 }
 

@@ -1,0 +1,268 @@
+// What a block of backward_sm80 does with a tile of queries apart from its products: the copies of Q, dO, lse and delta, the
+// pointwise step from S and dP to P and dS under masks, options and dropout, and inf and NaN in what is masked.
+#pragma once
+#include "cuda/config_sm80.h"
+#include "cuda/params.h"
+#include "cuda/tile/copy.cuh"
+#include "cuda/tile/element.cuh"
+#include "cuda/tile/key_block.cuh"
+#include "cuda/tile/operand.cuh"
+#include "cuda/tile/score.cuh"
+
+namespace tilewise::cuda {
+
+template <BackwardConfig C>
+struct GradientSm80 {
+  static_assert(C.valid());
+  using T = typename ElementType<C.element>::Type;
+  static constexpr bool kGeneral = C.kind == BackwardKind::kGeneral;
+  static constexpr bool kDrops = C.kind == BackwardKind::kDropout;  // the general kernel asks at run time
+  static constexpr int kSplit = C.column_split;
+  static constexpr int kBlockM = C.block_m, kBlockN = C.block_n();
+  static constexpr int kM = C.row_groups;                // groups of 16 keys per warp
+  static constexpr int kN = kBlockM / 8 / kSplit;        // n8 tiles of S^T: queries
+  static constexpr int kD = C.head_dim / 8 / kSplit;     // n8 tiles of dK, dV: columns
+  static constexpr int kSteps = C.head_dim / 16;
+  static constexpr bool kWide = sizeof(T) == 4;  // float32: long steps that need registers, so fewer of them at once
+  static constexpr bool kSplits = C.split;
+  static constexpr int kUnroll = kWide ? 1 : kSteps;
+  static_assert((kN % 2 == 0 || (kSplits && kN == 1)) && kD % 2 == 0);
+  using KCopy = TileCopy<T, kBlockN, C.head_dim, C.num_threads()>;
+  using QCopy = TileCopy<T, kBlockM, C.head_dim, C.num_threads()>;
+  static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));      // of a row of K, V, Q, dO
+  static constexpr int kPairBytes = kBlockM * static_cast<int>(sizeof(T));     // of a row of P^T, dS^T [key, query]
+  static constexpr int kTileQ = kBlockM * kBytes, kTileK = kBlockN * kBytes, kTilePair = kBlockN * kPairBytes;
+  static constexpr int kPartQ = kSplits ? kTileQ / 2 : 0, kPartK = kSplits ? kTileK / 2 : 0, kPartPair = kSplits ? kTilePair / 2 : 0;
+  // Bytes of a tile in shared memory: as it is, or of its three parts.
+  TW_HOST_DEVICE static constexpr int in_shared(int tile) { return kSplits ? tile / 2 * 3 : tile; }
+
+  const BackwardParams& p;
+  int b, head_k, key_block;
+  DeviceSequence s;
+  int warp, lane;
+  int group, first_tile, num_tiles;  // query heads per key head; tiles of queries that see the block
+  float dbias_unit;                  // 2^exponent, see DbiasSum
+
+  __device__ __forceinline__ int key_row(int m, int half) const {  // in the block
+    return (warp / kSplit * kM + m) * 16 + half * 8 + (lane >> 2);
+  }
+  __device__ __forceinline__ int query_column(int n) const {  // in the tile; and its right neighbour
+    return warp % kSplit * (kBlockM / kSplit) + n * 8 + 2 * (lane & 3);
+  }
+
+  __device__ __forceinline__ void load_queries(int head, int tile, uint32_t s_q, uint32_t s_do, uint32_t s_lse) const {
+    const int i0 = tile * kBlockM;
+    const T* q = query_rows<const T>(p.q, p.sequence, s, b, head);
+    const T* dout = query_rows<const T>(p.dout, p.sequence, s, b, head);
+    if (!kGeneral || p.aligned) {
+      QCopy::template load<false>(s_q, q + i0 * p.q.row, p.q.row, s.seqlen_q - i0, p.head_dim);
+      QCopy::template load<false>(s_do, dout + i0 * p.dout.row, p.dout.row, s.seqlen_q - i0, p.head_dim_v);
+    } else {
+      QCopy::load_rows(s_q, q, [&](int r) { return (i0 + r) * p.q.row; }, s.seqlen_q - i0, p.head_dim, false);
+      QCopy::load_rows(s_do, dout, [&](int r) { return (i0 + r) * p.dout.row; }, s.seqlen_q - i0, p.head_dim_v, false);
+    }
+    load_row_scalars(head, tile, s_lse);
+  }
+  // Q or dO alone, where they arrive one after the other to be split.
+  __device__ __forceinline__ void load_rows(const RowTensor& x, int head, int tile, uint32_t to, int cols) const {
+    const int i0 = tile * kBlockM;
+    const T* from = query_rows<const T>(x, p.sequence, s, b, head);
+    if (!kGeneral || p.aligned)
+      QCopy::template load<false>(to, from + i0 * x.row, x.row, s.seqlen_q - i0, cols);
+    else
+      QCopy::load_rows(to, from, [&](int r) { return (i0 + r) * x.row; }, s.seqlen_q - i0, cols, false);
+  }
+  __device__ __forceinline__ void load_row_scalars(int head, int tile, uint32_t s_lse) const {
+    const int i0 = tile * kBlockM;
+    const int64_t padded = head * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + i0;
+    if constexpr (kSplit == 2 || kWide) {  // four bytes a copy: d 128 2 % faster than with the leaner code
+      for (int n = threadIdx.x; n < 2 * kBlockM; n += C.num_threads())
+        ptx::cp_async_4(s_lse + n * 4, n < kBlockM ? p.lse_log2 + padded + n : p.delta + padded + n - kBlockM);
+    } else {  // both arrays are padded and aligned
+      constexpr int kChunks = kBlockM / 4;
+      const int chunk = threadIdx.x;
+      if (chunk < 2 * kChunks)
+        ptx::cp_async_16(s_lse + chunk * 16, chunk < kChunks ? p.lse_log2 + padded + chunk * 4 : p.delta + padded + (chunk - kChunks) * 4);
+    }
+  }
+
+  // Inf and NaN in K, Q and dO. The products dQ = dS K, dK = dS^T Q, dV = P^T dO run over whole tiles, and 0 * NaN of a
+  // masked pair would reach rows that do not see each other. So the non-finite chunks of K, and those of Q and dO in
+  // tiles with a masked pair, are zeros in shared memory, and the scores of their rows become NaN, which the visible
+  // pairs carry into every gradient that they take part in. V needs no care: it only meets the masked product P * dP.
+  __device__ __forceinline__ void restore_nonfinite(float (&x)[kM][kN][4], const uint32_t* key_marks,
+                                                    const uint32_t* query_marks) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (key_marks[key_row(m, e >> 1)] | query_marks[query_column(n) + (e & 1)]) x[m][n][e] = __int_as_float(0x7fffffff);
+  }
+
+  // The draws for this thread's keys and queries i and i + 1 (i even), and the 16 rows around them. They are laid out for
+  // rows of queries: of the two that the thread needs, it makes the one of its own parity of key, and the lane of the
+  // neighbouring key has made the other.
+  __device__ __forceinline__ void make_draws(Philox4 (&draws)[2], const Dropout& dropout, int i, int head) const {
+    static_assert(kM <= 2);  // one block of 32 columns
+    const int parity = lane >> 2 & 1;
+    const Philox4 own = dropout.draw(static_cast<int64_t>(b) * p.sequence.num_heads_q + head, i >> 4, (i & 7) + parity,
+                                     (key_block * kBlockN + key_row(0, 0)) >> 5, lane >> 3);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, own.word[n], 4);
+      draws[0].word[n] = parity ? other : own.word[n];
+      draws[1].word[n] = parity ? own.word[n] : other;
+    }
+    // Odd keys are the odd elements of a draw, and of a warp's only tile of eight queries may be the second of 16: move their
+    // windows to those of even ones and of the first tile. Element 15's second byte is byte 0.
+    const int shift = kN == 1 ? parity * 8 + (i >> 3 & 1) * 16 : 8;
+    if (kN == 1 ? shift == 0 : !parity) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t first = draws[c].word[0];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) draws[c].word[n] = __funnelshift_r(draws[c].word[n], n == 3 ? first : draws[c].word[n + 1], shift);
+    }
+  }
+  // Place of (query tile n, key group m, half) in a draw, its key's parity removed: Dropout::element. kM == 1: the warp has one
+  // of the two groups of 16 keys in a block of 32; swap_halves() has put it first.
+  __device__ __forceinline__ static constexpr int keep_index(int n, int m, int half) { return (2 * m + half) * 4 + (n & 1) * 2; }
+  __device__ __forceinline__ void swap_halves(Philox4 (&draws)[2]) const {
+    if (kM == 2 || (key_block * (kBlockN / 16) + warp / kSplit) % 2 == 0) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) draws[c].word[0] = draws[c].word[2], draws[c].word[1] = draws[c].word[3];
+  }
+
+  // x: S^T becomes P^T (dropped and scaled, as dV wants it); dp: dP^T becomes dS^T, the gradient of scale * (q . k).
+  // Masked: zero where a query does not see a key. Not by a product: dP of such a pair may be NaN.
+  __device__ __forceinline__ void pointwise(float (&x)[kM][kN][4], float (&dp)[kM][kN][4], uint32_t s_lse, bool masked, int i0, int head,
+                                            const Dropout& dropout) const {
+    const float c = p.score.scale_log2;
+    Range queries[kM][2];
+    if (masked) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          queries[m][half] = visible_queries(p.score, key_block * kBlockN + key_row(m, half), s.seqlen_q, s.seqlen_k);
+          queries[m][half].begin -= i0 + query_column(0);
+          queries[m][half].end -= i0 + query_column(0);
+        }
+    }
+    Philox4 draws[2];
+    const float limit = keep_limit(dropout);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
+      const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
+      if (kDrops && n % 2 == 0) make_draws(draws, dropout, i0 + query_column(n), head), swap_halves(draws);
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[m][n][e] = ptx::exp2_approx(fmaf(x[m][n][e], c, e & 1 ? -lse.y : -lse.x));
+          if constexpr (kDrops) {  // dV is scaled by 1 / (1 - p) at the end
+            const float kept = keep_factor(draws[e & 1], keep_index(n, m, e >> 1), limit);
+            dp[m][n][e] = x[m][n][e] * fmaf(dp[m][n][e], kept * dropout.scale, e & 1 ? -delta.y : -delta.x);
+            x[m][n][e] *= kept;
+          } else {
+            dp[m][n][e] = x[m][n][e] * (dp[m][n][e] - (e & 1 ? delta.y : delta.x));
+          }
+          if (masked && (n * 8 + (e & 1) < queries[m][e >> 1].begin || n * 8 + (e & 1) >= queries[m][e >> 1].end))
+            x[m][n][e] = dp[m][n][e] = 0.f;
+        }
+    }
+  }
+
+  // The same zeros afterwards.
+  __device__ __forceinline__ void mask(float (&x)[kM][kN][4], float (&dp)[kM][kN][4], int i0) const {
+    // With a mask to the right alone, and whole tiles, the first query of a key says it all.
+    const bool first_only = p.score.window_left < 0 && i0 + kBlockM <= s.seqlen_q && key_block * kBlockN + kBlockN <= s.seqlen_k;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Range queries = visible_queries(p.score, key_block * kBlockN + key_row(m, half), s.seqlen_q, s.seqlen_k);
+        const int begin = queries.begin - i0 - query_column(0), end = queries.end - i0 - query_column(0);
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (n * 8 + e < begin) x[m][n][2 * half + e] = dp[m][n][2 * half + e] = 0.f;
+        if (first_only) continue;
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (n * 8 + e >= end) x[m][n][2 * half + e] = dp[m][n][2 * half + e] = 0.f;
+      }
+  }
+
+  __device__ __forceinline__ void add_dbias(int64_t at, float term) const {
+    if (isfinite(term))
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.dbias.sum) + at,
+                static_cast<unsigned long long>(__float2ll_rn(term * dbias_unit)));
+    else
+      atomicOr(p.dbias.not_finite + at / 32, 1u << at % 32);
+  }
+
+  // The same with every option. Returns this thread's part of dalibi.
+  __device__ __forceinline__ float pointwise_general(float (&x)[kM][kN][4], float (&dp)[kM][kN][4], uint32_t s_lse, int i0,
+                                                     int head, const Dropout& dropout) const {
+    const ScoreParams& score = p.score;
+    const bool drops = dropout.active();
+    const float slope = score.alibi ? score.alibi[b * score.alibi_batch + head * score.alibi_head] : 0.f;
+    const int64_t bias_base = b * score.bias_batch + head * score.bias_head;
+    const int64_t dbias_base = b * p.dbias.batch + head * p.dbias.head;
+    const float inverse_cap = score.softcap > 0 ? 1.f / score.softcap : 0.f;
+    const int j0 = key_block * kBlockN;
+    float dalibi = 0.f;
+    Range queries[kM][2];
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        queries[m][half] = visible_queries(score, j0 + key_row(m, half), s.seqlen_q, s.seqlen_k);
+    Philox4 draws[2];
+    const float limit = keep_limit(dropout);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
+      const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
+      if (drops && n % 2 == 0) make_draws(draws, dropout, i0 + query_column(n), head), swap_halves(draws);
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int half = e >> 1, column = e & 1;
+          const int i = i0 + query_column(n) + column, j = j0 + key_row(m, half);
+          bool sees = i >= queries[m][half].begin && i < queries[m][half].end;
+          float logit = x[m][n][e] * score.scale, derivative = 1.f;
+          if (score.softcap > 0) {
+            const float tangent = tanh_of<T>(logit * inverse_cap);
+            logit = score.softcap * tangent;
+            derivative = 1.f - tangent * tangent;
+          }
+          const float distance = fabsf(static_cast<float>(i + s.seqlen_k - s.seqlen_q - j));
+          if (score.alibi) logit -= slope * distance;
+          if (score.bias && sees) {
+            const float bias = load_bias(score, bias_base + i * score.bias_row + j * score.bias_key);
+            sees = bias != kMinusInf;
+            logit += bias;
+          }
+          const float probability = ptx::exp2_approx(fmaf(logit, kLog2E, column ? -lse.y : -lse.x));
+          const float factor = !drops ? 1.f : dropout.scale * keep_factor(draws[column], keep_index(n, m, half), limit);
+          const float gradient = sees ? probability * (dp[m][n][e] * factor - (column ? delta.y : delta.x)) : 0.f;
+          if (p.dbias.sum && sees) add_dbias(dbias_base + i * p.dbias.row + j * p.dbias.key, gradient);
+          if (p.dalibi_parts) dalibi -= gradient * distance;
+          x[m][n][e] = sees ? probability * factor : 0.f;
+          dp[m][n][e] = sees ? gradient * derivative : 0.f;
+        }
+    }
+    return dalibi;
+  }
+};
+
+}  // namespace tilewise::cuda
