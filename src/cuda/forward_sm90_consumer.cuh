@@ -583,8 +583,8 @@ struct ConsumerSm90 {
         upper[i] = ptx::pack<T>(x[0], x[1]), lower[i] = ptx::pack<T>(x[2], x[3]);
         largest = ptx::max_magnitude<T>(ptx::max_magnitude<T>(largest, upper[i]), lower[i]);
       }
-      ptx::quad_transpose(upper);
-      ptx::quad_transpose(lower);
+      transpose_quad(upper, lane & 3);
+      transpose_quad(lower, lane & 3);
       const bool exists = 32 * n + column < p.forward.head_dim_v;
       ptx::store_global_if(exists && r < done.capacity_q, out + 32 * n, upper);
       ptx::store_global_if(exists && r + 8 < done.capacity_q, out + 32 * n + 8 * p.forward.o.row, lower);

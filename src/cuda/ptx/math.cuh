@@ -96,21 +96,6 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Word n of lane q of a quad for word q of lane n.
-__device__ __forceinline__ void quad_transpose(uint32_t (&x)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-  for (int n = 0; n < 4; n += 2) {
-    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? x[n] : x[n + 1], 1);
-    (odd ? x[n] : x[n + 1]) = theirs;
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + 2], 2);
-    (upper ? x[n] : x[n + 2]) = theirs;
-  }
-}
-
 // Largest float by integer order: works for any mix of signs. NaN, as the largest integer, stays; -0, the least, becomes 0.
 __device__ __forceinline__ void atomic_max(float* address, float value) {
   if (isnan(value))
