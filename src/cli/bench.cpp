@@ -1,4 +1,5 @@
 // tilewise bench: time per call, GFLOP/s, and the share of a peak measured in the same run.
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 #include <unistd.h>
 

@@ -1,4 +1,5 @@
 // tilewise check: a kernel against float64, and against what standard attention makes of the same dtype.
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
 #include <algorithm>

@@ -1,6 +1,5 @@
 // What the subcommands of `tilewise` share: exit statuses, errors, number parsing, and units in words.
 #pragma once
-#include <CLI/CLI.hpp>
 #include <charconv>
 #include <cstdint>
 #include <stdexcept>
@@ -9,6 +8,11 @@
 #include <vector>
 
 #include "tilewise/tilewise.hpp"
+
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
 
 namespace tilewise::cli {
 

@@ -1,4 +1,5 @@
 // explain, plan, list, info: what would run, and why.
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
 #include <memory>

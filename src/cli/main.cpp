@@ -1,4 +1,5 @@
 // `tilewise`: attention from the command line. Knows the public headers, src/io and src/harness.
+#include <CLI/CLI.hpp>
 #include <cstdio>
 
 #include "cli/cli.h"

@@ -1,5 +1,6 @@
 // tilewise memory: what attention takes, what fits, and whether that is so. The model itself is the library's
 // (tw_memory).
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
 #include <cmath>

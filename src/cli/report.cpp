@@ -1,5 +1,6 @@
 // tilewise report: one HTML page about this machine: what it has, what runs on it, how exact, how fast, in how much
 // memory.
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
 #include <algorithm>

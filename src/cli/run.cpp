@@ -1,4 +1,5 @@
 // tilewise run: attention over files.
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
 #include <chrono>

@@ -1,4 +1,5 @@
 // tilewise tune: measures how rows may cut a problem, on the CPU or on a GPU, and keeps what is faster than the default.
+#include <CLI/CLI.hpp>
 #include <fmt/core.h>
 
 #include <algorithm>
