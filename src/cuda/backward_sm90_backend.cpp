@@ -164,7 +164,11 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   params.num_tasks = static_cast<int32_t>(plan.num_tasks);
   const int processors = std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
   const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors));
-  params.section = std::max(1, blocks / backward.num_key_blocks);
+  // See key_block_of(). Causal: a round and a half.
+  if (backward.deterministic && backward.score.window_right < 0)
+    params.section = std::max(1, blocks / backward.num_key_blocks);
+  else if (!backward.deterministic && backward.score.window_right >= 0 && backward.score.window_left < 0)
+    params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
   if (const int error = kernel.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
   if (t.dq)
     if (const int error = launch_backward_post(backward, element, true, stream); error != 0)
