@@ -19,7 +19,7 @@ struct BackwardKernels {  // what one line of kernels.def compiles
   int head_dim;
   using Launch = int (*)(const BackwardParams&, int64_t, void*);
   Launch launch[3][3];  // by BackwardKind; [1]: for 99 KiB of shared memory a block, [2]: for 227
-  Launch launch_if;     // plain, behind params.only_if
+  Launch launch_again;  // plain, behind params.again
   BackwardConfig config[3][3];
 };
 
@@ -29,7 +29,7 @@ constexpr BackwardKernels make_kernels() {
           kHeadDim,
           {{launch_backward<kElement, kKinds, kHeadDim, false>, launch_backward<kElement, kKinds, kHeadDim, true>,
             launch_backward_roomy<kElement, kKinds, kHeadDim>}...},
-          launch_backward_if<kElement, kHeadDim>,
+          launch_backward_again<kElement, kHeadDim>,
           {{backward_config(kElement, kKinds, kHeadDim, false), backward_config(kElement, kKinds, kHeadDim, true),
             roomy_config(kElement, kKinds, kHeadDim)}...}};
 }
@@ -46,15 +46,14 @@ const BackwardKernels* find_kernels(const tw_problem& p) {
   return nullptr;
 }
 
-// `conditional`: behind a row of sm_90, for which launch_if has the large shape alone.
-int shape_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target, bool conditional = false) {
+int shape_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
   const int limit = device_facts(target.device_index).shared_bytes_per_block;
-  if (!conditional && is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
+  if (is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
   return limit != 0 && kernels.config[static_cast<int>(kind)][0].shared_bytes() > limit;
 }
 
-const BackwardConfig& config_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target, bool conditional = false) {
-  return kernels.config[static_cast<int>(kind)][shape_for(kernels, kind, target, conditional)];
+const BackwardConfig& config_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
+  return kernels.config[static_cast<int>(kind)][shape_for(kernels, kind, target)];
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -156,14 +155,9 @@ Status plan_backward_sm80(const tw_problem& p, const Target& target, Plan* plan)
   // Unaligned tensors run on the general kernel: room for either.
   int64_t bytes = 0;
   for (const BackwardKind either : {kind, BackwardKind::kGeneral})
-    for (const bool conditional : {false, true})
-      bytes = std::max(bytes, Workspace(p, config_for(kernels, either, target, conditional)).total);
+    bytes = std::max(bytes, Workspace(p, config_for(kernels, either, target)).total);
   plan->workspace_bytes = bytes;
   return Status();
-}
-
-Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
-  return run_backward_sm80_if(nullptr, plan, t, workspace, stream);
 }
 
 Status check_dout(const tw_problem& p, const tw_tensors& t) {
@@ -172,7 +166,26 @@ Status check_dout(const tw_problem& p, const tw_tensors& t) {
                      " takes it as ", dtype_name(p.dtype), "; float32 o and dout are for the CPU");
 }
 
-Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
+Status run_backward_again(const BackwardParams& before, const Plan& plan, void* stream) {
+  const Element element = element_of(plan.problem.dtype);
+  for (const BackwardKernels& kernels : kBackwardKernels) {
+    if (kernels.element != element || kernels.head_dim != before.head_dim_rounded) continue;
+    const BackwardConfig& config = kernels.config[static_cast<int>(BackwardKind::kPlain)][0];
+    BackwardParams params = before;
+    params.num_key_blocks = static_cast<int32_t>(ceil_div(plan.problem.seqlen_k, config.block_n()));
+    params.num_query_blocks = static_cast<int32_t>(ceil_div(plan.problem.seqlen_q, config.block_m));
+    params.block_m = config.block_m;
+    params.turns_per_block = 1;
+    const int64_t tasks = plan.problem.num_heads_k * (plan.problem.batch + (plan.problem.k_layout == TW_PACKED)) * params.num_key_blocks;
+    const int64_t few = device_facts(plan.target.device_index).multiprocessors;
+    if (const int error = kernels.launch_again(params, std::min(tasks, few), stream); error != 0)
+      return device_error("backward_sm80", error);
+    return Status();
+  }
+  return unsupported("backward_sm80: no kernel for head dim ", before.head_dim_rounded, " was built");
+}
+
+Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, void* stream) {
   const tw_problem& p = plan.problem;
   TW_RETURN_IF_ERROR(check_dout(p, t));
   const BackwardKernels& kernels = *find_kernels(p);
@@ -181,10 +194,9 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
 
   BackwardParams params = backward_params(p, t);
   params.head_dim_rounded = kernels.head_dim;
-  params.only_if = only_if;
 
   const BackwardKind kind = params.aligned ? kind_for(p) : BackwardKind::kGeneral;
-  const int shape = shape_for(kernels, kind, plan.target, only_if != nullptr);
+  const int shape = shape_for(kernels, kind, plan.target);
   const BackwardConfig& config = kernels.config[static_cast<int>(kind)][shape];
   const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
   const Workspace layout(p, config);
@@ -224,27 +236,23 @@ Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_t
       return device_error("dbias", error);
   }
   const Element element = element_of(p.dtype);
-  const bool early = only_if != nullptr;  // behind a row of sm_90
   const bool has_queries = query_rows(p) > 0 && p.num_heads_q > 0;
   if (has_queries)
-    if (const int error = launch_backward_pre(params, element, early, stream); error != 0)
+    if (const int error = launch_backward_pre(params, element, false, stream); error != 0)
       return device_error("backward_pre", error);
   if (t.dbias && has_queries)
     if (const int error = launch_largest_value(params, element, stream); error != 0) return device_error("largest value", error);
   const bool has_keys = key_rows(p) > 0 && p.num_heads_k > 0;
   const int64_t blocks = params.num_key_blocks * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
   if (has_keys || (t.dalibi && p.num_heads_q > 0)) {
-    const bool shared_tasks = only_if != nullptr && kind == BackwardKind::kPlain && shape == 0;
-    const BackwardKernels::Launch launch = shared_tasks ? kernels.launch_if : kernels.launch[static_cast<int>(kind)][shape];
-    const int64_t few = device_facts(plan.target.device_index).multiprocessors;
-    if (const int error = launch(params, shared_tasks ? std::min(blocks, few) : blocks, stream); error != 0)
+    if (const int error = kernels.launch[static_cast<int>(kind)][shape](params, blocks, stream); error != 0)
       return device_error("backward_sm80", error);
   }
   if (t.dq && has_queries)
-    if (const int error = launch_backward_post(params, element, early, stream); error != 0)
+    if (const int error = launch_backward_post(params, element, false, stream); error != 0)
       return device_error("backward_post", error);
   if (t.dsink)
-    if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], early, stream); error != 0)
+    if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], false, stream); error != 0)
       return device_error("dsink", error);
   if (t.dalibi) {
     const tw_tensor& x = *t.dalibi;

@@ -10,8 +10,8 @@ namespace tilewise::cuda {
 std::string refuse_backward_sm80(const tw_problem& problem);
 Status plan_backward_sm80(const tw_problem& problem, const Target& target, Plan* plan);
 Status run_backward_sm80(const Plan& plan, const tw_tensors& tensors, void* workspace, void* stream);
-// The same, by kernels that do nothing if *only_if, in device memory, is 0 when they start.
-Status run_backward_sm80_if(const int32_t* only_if, const Plan& plan, const tw_tensors& tensors, void* workspace, void* stream);
+// Behind sm_90's main kernel, with its parameters and arrays: the same sums again if params.again says so when the kernel starts.
+Status run_backward_again(const BackwardParams& params, const Plan& plan, void* stream);
 
 // What every backward row needs to know of its tensors, and the refusal of a dout that none of them takes.
 BackwardParams backward_params(const tw_problem& problem, const tw_tensors& tensors);

@@ -81,11 +81,10 @@ template <class T>
 __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __grid_constant__ BackwardParams p) {
   ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernels();
-  if (p.only_if && *p.only_if == 0) return;
   const int row_blocks = max(1, (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding);
   const unsigned tasks = static_cast<unsigned>(row_blocks) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
   // The last come first: their sums are still in the second-level cache.
-  for (unsigned index = blockIdx.x; index < tasks; index += gridDim.x) backward_post_rows<T>(p, tasks - 1 - index, row_blocks);
+  backward_post_rows<T>(p, tasks - 1 - blockIdx.x, row_blocks);
 }
 
 struct DbiasParams {

@@ -45,34 +45,13 @@ __device__ __forceinline__ float partial_delta(const BackwardParams& p, const T*
   return sum;
 }
 
-// The same for kRows rows, `step` apart, of 64 kChunks columns: every load is under way before the first sum.
-template <class T, int kChunks, int kRows>
-__device__ __forceinline__ void partial_deltas(const BackwardParams& p, const T* dout, const T* o, int first, int step, int end,
-                                               int lane, float (&sums)[kRows]) {
-  uint4 a[kRows][kChunks], b[kRows][kChunks];
+// 16 bytes each of this lane's columns of a row of 64 kChunks.
+template <int kChunks, class T>
+__device__ __forceinline__ void load_row(uint4 (&x)[kChunks], const T* row, bool used, int lane) {
 #pragma unroll
-  for (int n = 0; n < kRows; ++n)
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int64_t i = first + n * step, column = (lane + c * kPreLanesPerRow) * 8;
-      a[n][c] = b[n][c] = make_uint4(0, 0, 0, 0);
-      if (i < end) {
-        a[n][c] = __ldcs(reinterpret_cast<const uint4*>(dout + i * p.dout.row + column));
-        b[n][c] = __ldcs(reinterpret_cast<const uint4*>(o + i * p.o.row + column));
-      }
-    }
-#pragma unroll
-  for (int n = 0; n < kRows; ++n) {
-    sums[n] = 0.f;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const uint32_t x[4] = {a[n][c].x, a[n][c].y, a[n][c].z, a[n][c].w}, y[4] = {b[n][c].x, b[n][c].y, b[n][c].z, b[n][c].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 u = ptx::unpack<T>(x[k]), w = ptx::unpack<T>(y[k]);
-        sums[n] += u.x * w.x + u.y * w.y;
-      }
-    }
+  for (int c = 0; c < kChunks; ++c) {
+    x[c] = make_uint4(0, 0, 0, 0);
+    if (used) x[c] = __ldcs(reinterpret_cast<const uint4*>(row) + lane + c * kPreLanesPerRow);
   }
 }
 
@@ -128,8 +107,10 @@ __global__ void __launch_bounds__(kPreThreads) largest_value_kernel(const __grid
   keep_largest(p.dbias.largest + 2, largest);
 }
 
-// Task `index`: (row block of kRowPadding) x head x batch.
-template <class T>
+// Task `index`: (row block of kRowPadding) x head x batch. Rows of 64 kChunks columns that can be read by 16 bytes; 0: any.
+// A few rows at a time: all that they need is asked for before the first store, and blocks are small enough for four on a
+// multiprocessor, so that one loads while another sums up.
+template <class T, int kChunks>
 __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsigned index, int row_blocks) {
   const int block = static_cast<int>(index % row_blocks);
   index /= row_blocks;
@@ -139,54 +120,57 @@ __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsig
   const int first = block * kRowPadding;
   if (first >= s.capacity_q) return;
   const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
-  const T* dout = query_rows<const T>(p.dout, p.sequence, s, b, h);
+  const T* const dout = query_rows<const T>(p.dout, p.sequence, s, b, h);
   const int64_t o_base = (p.sequence.packed_q ? s.q_begin * p.o.row : b * p.o.batch) + h * p.o.head;
-  const int lane = threadIdx.x % kPreLanesPerRow;
-  constexpr int kRowsPerLane = kRowPadding * kPreLanesPerRow / kPreThreads, kRowStep = kPreThreads / kPreLanesPerRow;
-  float deltas[kRowsPerLane];
-  const int first_row = first + threadIdx.x / kPreLanesPerRow;
-  const bool fast = p.aligned && p.o_aligned;
-  const T* const o = static_cast<const T*>(p.o.data) + o_base;
-  bool done = false;
-  if constexpr (sizeof(T) == 2) {
-    if (fast && p.head_dim_v == 64)
-      partial_deltas<T, 1>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas), done = true;
-    else if (fast && p.head_dim_v == 128)
-      partial_deltas<T, 2>(p, dout, o, first_row, kRowStep, s.seqlen_q, lane, deltas), done = true;
-  }
-  if (!done) {
+  const float* const lses = row_scalars(p.lse, p.sequence, s, b, h);
+  const int lane = threadIdx.x % kPreLanesPerRow, zeros = p.dq_sum ? kRowPadding * p.head_dim_rounded / 4 : 0;
+  auto* const sums = reinterpret_cast<float4*>(p.dq_sum + padded * p.head_dim_rounded);
+
+  constexpr int kRowStep = kPreThreads / kPreLanesPerRow, kRows = kChunks == 0 ? 1 : 4 / kChunks;  // at a time
+#pragma unroll 1
+  for (int first_row = threadIdx.x / kPreLanesPerRow, turn = 0; first_row < kRowPadding; first_row += kRows * kRowStep, ++turn) {
+    float delta[kRows], lse[kRows];
+    uint4 x[kRows][kChunks == 0 ? 1 : kChunks], y[kRows][kChunks == 0 ? 1 : kChunks];
 #pragma unroll
-    for (int n = 0; n < kRowsPerLane; ++n) {
-      const int i = first_row + n * kRowStep;
-      deltas[n] = i < s.seqlen_q ? partial_delta<T>(p, dout + i * p.dout.row, o_base + i * p.o.row, lane) : 0.f;
+    for (int n = 0; n < kRows; ++n) {
+      const int i = first + first_row + n * kRowStep;
+      const bool used = i < s.seqlen_q;
+      lse[n] = used && lane == 0 ? lses[i * p.lse.row] : kMinusInf;
+      delta[n] = 0.f;
+      if (used && lane == 0 && p.dlse) delta[n] = -row_scalars(p.dlse, p.sequence, s, b, h)[i * p.dlse.row];
+      if constexpr (kChunks == 0) {
+        if (used) delta[n] += partial_delta<T>(p, dout + i * p.dout.row, o_base + i * p.o.row, lane);
+      } else {
+        load_row<kChunks>(x[n], dout + i * p.dout.row, used, lane);
+        load_row<kChunks>(y[n], static_cast<const T*>(p.o.data) + o_base + i * p.o.row, used, lane);
+      }
     }
-  }
-  if (p.dq_sum) {
-    auto* out = reinterpret_cast<float4*>(p.dq_sum + padded * p.head_dim_rounded);
-    for (int n = threadIdx.x; n < kRowPadding * p.head_dim_rounded / 4; n += kPreThreads) out[n] = make_float4(0, 0, 0, 0);
-  }
+    constexpr int kTurns = kRowPadding / (kRows * kRowStep);
+    for (int n = threadIdx.x + turn * (zeros / kTurns); n < (turn + 1) * (zeros / kTurns); n += kPreThreads)
+      sums[n] = make_float4(0, 0, 0, 0);
 #pragma unroll
-  for (int n = 0; n < kRowsPerLane; ++n) {
-    const int r = threadIdx.x / kPreLanesPerRow + n * kRowStep, i = first + r;
-    const bool used = i < s.seqlen_q;
-    float delta = deltas[n];
+    for (int n = 0; n < kRows; ++n) {
+      if constexpr (kChunks != 0)
 #pragma unroll
-    for (int mask = 1; mask < kPreLanesPerRow; mask *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, mask);
-    if (used && p.dlse) delta -= row_scalars(p.dlse, p.sequence, s, b, h)[i * p.dlse.row];
-    if (p.dbias.sum) {
-      keep_largest(p.dbias.largest, used ? largest_finite(dout + i * p.dout.row, p.head_dim_v, lane, kPreLanesPerRow) : 0.f);
-      keep_largest(p.dbias.largest + 1, delta);
-    }
-    if (lane != 0) continue;
-    const float lse = used ? row_scalars(p.lse, p.sequence, s, b, h)[i * p.lse.row] : kMinusInf;
-    const bool empty = lse == kMinusInf;
-    p.lse_log2[padded + r] = empty ? -kMinusInf : lse * kLog2E;
-    p.delta[padded + r] = empty ? 0.f : delta;
-    if (p.row_columns) {
-      auto* const columns = reinterpret_cast<uint4*>(p.row_columns + (padded + r) / 8 * 256) + r % 8;
-      // 2^100 makes 2^(scale (q k - 2^100)) zero, and stays finite where it meets the zeros of the other operand.
-      columns[0] = bfloat16_parts(empty ? copysignf(0x1p100f, p.inverse_scale) : lse * p.inverse_scale);
-      columns[8] = bfloat16_parts(empty ? 0.f : delta);
+        for (int c = 0; c < kChunks; ++c) delta[n] += dot<T>(x[n][c], y[n][c]);
+#pragma unroll
+      for (int mask = 1; mask < kPreLanesPerRow; mask *= 2) delta[n] += __shfl_xor_sync(0xffffffffu, delta[n], mask);
+      const int r = first_row + n * kRowStep, i = first + r;
+      if (p.dbias.sum) {
+        const bool used = i < s.seqlen_q;
+        keep_largest(p.dbias.largest, used ? largest_finite(dout + i * p.dout.row, p.head_dim_v, lane, kPreLanesPerRow) : 0.f);
+        keep_largest(p.dbias.largest + 1, delta[n]);
+      }
+      if (lane != 0) continue;
+      const bool empty = lse[n] == kMinusInf;
+      p.lse_log2[padded + r] = empty ? -kMinusInf : lse[n] * kLog2E;
+      p.delta[padded + r] = empty ? 0.f : delta[n];
+      if (p.row_columns) {
+        auto* const columns = reinterpret_cast<uint4*>(p.row_columns + (padded + r) / 8 * 256) + r % 8;
+        // 2^100 makes 2^(scale (q k - 2^100)) zero, and stays finite where it meets the zeros of the other operand.
+        columns[0] = bfloat16_parts(empty ? copysignf(0x1p100f, p.inverse_scale) : lse[n] * p.inverse_scale);
+        columns[8] = bfloat16_parts(empty ? 0.f : delta[n]);
+      }
     }
   }
   if (p.turn) {
@@ -197,17 +181,16 @@ __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsig
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kPreThreads) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
+// Grid: tasks. The last come first: the sums that are cleared last lie in the second-level cache, and the main kernel wants the
+// first.
+template <class T, int kChunks>
+__global__ void __launch_bounds__(kPreThreads, kChunks == 0 ? 2 : 4) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
   ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernels();
-  if (p.only_if && *p.only_if == 0) return;
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.ticket) *p.ticket = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.nonfinite) *p.nonfinite = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && p.again) *p.again = {};
   const int row_blocks = (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding;
-  const unsigned tasks = static_cast<unsigned>(row_blocks) * p.sequence.num_heads_q * p.sequence.batch;
-  // The last come first: the sums that are cleared last lie in the second-level cache, and the main kernel wants the first.
-  for (unsigned index = blockIdx.x; index < tasks; index += gridDim.x) backward_pre_rows<T>(p, tasks - 1 - index, row_blocks);
+  backward_pre_rows<T, kChunks>(p, gridDim.x - 1 - blockIdx.x, row_blocks);
 }
 
 struct DsinkParams {
@@ -221,7 +204,6 @@ template <int kThreads = kPreThreads>
 __global__ void __launch_bounds__(kThreads) dsink_kernel(const __grid_constant__ DsinkParams params) {
   const BackwardParams& p = params.backward;
   ptx::wait_for_previous_kernels();
-  if (p.only_if && *p.only_if == 0) return;
   const int h = blockIdx.x;
   const float sink = p.score.sink[h * p.score.sink_head] * kLog2E;
   float sum = 0.f;

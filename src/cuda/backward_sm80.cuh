@@ -533,7 +533,6 @@ template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
 __global__ void __launch_bounds__(backward_config(kElement, kKind, kHeadDim, kSmall).num_threads(), 1)
     backward_sm80_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  if (p.only_if && *p.only_if == 0) return;
   backward_sm80_task<backward_config(kElement, kKind, kHeadDim, kSmall)>(p, blockIdx.x, shared);
 }
 
@@ -542,31 +541,52 @@ template <Element kElement, BackwardKind kKind, int kHeadDim>
 __global__ void __launch_bounds__(roomy_config(kElement, kKind, kHeadDim).num_threads(), 1)
     backward_sm80_roomy_kernel(const __grid_constant__ BackwardParams p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  if (p.only_if && *p.only_if == 0) return;
   backward_sm80_task<roomy_config(kElement, kKind, kHeadDim)>(p, blockIdx.x, shared);
 }
 
-// The same behind a condition that rarely holds: few blocks, which share the tasks, since blocks that only find out that there
-// is nothing to do took 20 to 50 us. For sm_90's rows, which need it in this kind alone.
+// Part `index` of `parts` of what the main pass finds set to zero: sums of dq, turns and tickets.
+__device__ __forceinline__ void clear_part(const BackwardParams& p, unsigned index, unsigned parts) {
+  const int64_t at = static_cast<int64_t>(index) * blockDim.x + threadIdx.x, step = static_cast<int64_t>(parts) * blockDim.x;
+  if (p.dq_sum) {
+    const int64_t sums = p.sequence.num_heads_q * p.padded_rows * p.head_dim_rounded / 4;
+    for (int64_t n = at; n < sums; n += step) reinterpret_cast<float4*>(p.dq_sum)[n] = make_float4(0, 0, 0, 0);
+  }
+  if (!p.deterministic) return;
+  const int64_t turns = int64_t{p.sequence.num_heads_q} * p.sequence.batch * p.num_query_blocks;
+  for (int64_t n = at; n < turns; n += step) p.turn[n] = 0;
+  if (at == 0) *p.ticket = 0;
+}
+
+// All of the main pass again, behind a condition that rarely holds, for sm_90's rows, which need it in this kind alone: zeros for
+// the sums of dq, then the tasks. Few blocks share both by tickets, since blocks that only find out that there is nothing to do
+// take their time; whoever needs the zeros waits for tickets that were taken before. lse and delta are those of sm_90's row.
 template <Element kElement, int kHeadDim>
 __global__ void __launch_bounds__(backward_config(kElement, BackwardKind::kPlain, kHeadDim, false).num_threads(), 1)
-    backward_sm80_if_kernel(const __grid_constant__ BackwardParams p) {
+    backward_sm80_again_kernel(const __grid_constant__ BackwardParams p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernels();
-  if (*p.only_if == 0) return;
-  __shared__ unsigned index, tasks;  // not in registers: they are all taken
-  if (threadIdx.x == 0) {
-    index = blockIdx.x;
-    tasks = static_cast<unsigned>(p.num_key_blocks) * p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k);
-  }
-  __syncthreads();
+  if (p.again->wanted == 0) return;
+  __shared__ unsigned index;  // not in registers: they are all taken
 #pragma unroll 1
-  while (index < tasks) {
-    backward_sm80_task<backward_config(kElement, BackwardKind::kPlain, kHeadDim, false)>(p, index, shared);
+  for (;;) {
+    if (threadIdx.x == 0) index = atomicAdd(&p.again->ticket, 1u);
     __syncthreads();
-    if (threadIdx.x == 0) index += gridDim.x;
+    constexpr unsigned kZeroTasks = 1024;
+    if (index < kZeroTasks) {
+      clear_part(p, index, kZeroTasks);
+      __syncthreads();
+      if (threadIdx.x == 0) ptx::add_release(&p.again->cleared, 1);
+    } else {
+      if (threadIdx.x == 0) {
+        ptx::wait_acquire(&p.again->cleared, kZeroTasks);
+        index -= kZeroTasks;
+      }
+      __syncthreads();
+      if (index >= static_cast<unsigned>(p.num_key_blocks) * p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k)) return;
+      backward_sm80_task<backward_config(kElement, BackwardKind::kPlain, kHeadDim, false)>(p, index, shared);
+    }
     __syncthreads();
   }
 #endif

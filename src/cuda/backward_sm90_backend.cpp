@@ -37,7 +37,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The workspace, cut into arrays of 128-byte multiples.
 struct Workspace {
-  int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, total;
+  int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, again, total;
 
   Workspace(const tw_problem& p, const BackwardSm90Config& config) {
     const int64_t rows = p.num_heads_q * backward_padded_rows(p);
@@ -53,6 +53,7 @@ struct Workspace {
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);
     ticket = take(true, 4);
     turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
+    again = take(true, sizeof(RunAgain));
   }
 };
 
@@ -68,11 +69,6 @@ bool every_row_sees_keys(const tw_problem& p) {
   const Mask mask = mask_of(p);
   return mask.left < 0 && (mask.right < 0 || p.seqlen_k - p.seqlen_q + mask.right >= 0) && p.q_layout != TW_PACKED &&
          p.k_layout != TW_PACKED && !has(p, TW_HAS_SEQUSED_Q) && !has(p, TW_HAS_SEQUSED_K);
-}
-
-// sm_80's workspace lies in the same memory, since it is used afterwards; behind both, the flag that it is needed.
-int64_t flag_offset(const tw_problem& p, const BackwardSm90Config& config, int64_t sm80_bytes) {
-  return ceil_div(std::max(Workspace(p, config).total, sm80_bytes), 128) * 128;
 }
 
 }  // namespace
@@ -104,7 +100,7 @@ Status plan_backward_sm90(const tw_problem& p, const Target& target, Plan* plan)
   plan->num_splits = 1;
   plan->num_tasks = ceil_div(p.seqlen_k, config.block_n()) * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
   if (plan->num_tasks >= 0x7fff0000) return unsupported("backward_sm90: ", plan->num_tasks, " key blocks, fewer than ", 0x7fff0000);
-  plan->workspace_bytes = flag_offset(p, config, plan->workspace_bytes) + 128;
+  plan->workspace_bytes = std::max(plan->workspace_bytes, Workspace(p, config).total);  // whichever runs
   return Status();
 }
 
@@ -154,13 +150,9 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
     backward.turn = reinterpret_cast<int32_t*>(base + layout.turn);
     backward.turns_per_block = 4;
   }
-  if (masks(p)) backward.nonfinite = reinterpret_cast<int32_t*>(base + plan.workspace_bytes - 128);
+  if (masks(p)) backward.again = reinterpret_cast<RunAgain*>(base + layout.again);
 
   const Element element = element_of(p.dtype);
-  params.first_stores = backward.deterministic && every_row_sees_keys(p);
-  BackwardParams before = backward;
-  if (params.first_stores) before.dq_sum = nullptr;  // nothing to set to zero
-  if (const int error = launch_backward_pre(before, element, true, stream); error != 0) return device_error("backward_pre", error);
   params.num_tasks = static_cast<int32_t>(plan.num_tasks);
   const int processors = std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
   const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors));
@@ -169,14 +161,19 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
     params.section = std::max(1, blocks / backward.num_key_blocks);
   else if (!backward.deterministic && backward.score.window_right >= 0 && backward.score.window_left < 0)
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
+
+  params.first_stores = backward.deterministic && every_row_sees_keys(p);
+  BackwardParams before = backward;
+  if (params.first_stores) before.dq_sum = nullptr;  // nothing to set to zero
+  if (const int error = launch_backward_pre(before, element, true, stream); error != 0) return device_error("backward_pre", error);
   if (const int error = kernel.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
+  if (masks(p)) TW_RETURN_IF_ERROR(run_backward_again(backward, plan, stream));
   if (t.dq)
     if (const int error = launch_backward_post(backward, element, true, stream); error != 0)
       return device_error("backward_post", error);
   if (t.dsink)
     if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], true, stream); error != 0)
       return device_error("dsink", error);
-  if (masks(p)) return run_backward_sm80_if(backward.nonfinite, plan, t, workspace, stream);
   return Status();
 }
 

@@ -10,28 +10,35 @@ namespace {
 
 int64_t row_blocks(const BackwardParams& p) { return (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding; }
 
-// Behind a condition that rarely holds a few blocks share the tasks.
-int64_t blocks_for(const BackwardParams& p, int64_t tasks) { return p.only_if ? std::min<int64_t>(tasks, 256) : tasks; }
-
 template <auto kernel, class Params>
 int launch_small(const Params& p, int64_t blocks, int threads, bool early, void* stream) {
   return launch<kernel>(p, blocks, threads, 0, static_cast<cudaStream_t>(stream), early ? Start::kEarly : Start::kInOrder);
 }
 
+template <class T>
+int launch_pre(const BackwardParams& p, bool early, void* stream) {
+  const int64_t blocks = row_blocks(p) * p.sequence.num_heads_q * p.sequence.batch;
+  if constexpr (sizeof(T) == 2) {
+    const int columns = p.aligned && p.o_aligned ? p.head_dim_v : 0;
+    if (columns == 64) return launch_small<backward_pre_kernel<T, 1>>(p, blocks, kPreThreads, early, stream);
+    if (columns == 128) return launch_small<backward_pre_kernel<T, 2>>(p, blocks, kPreThreads, early, stream);
+    if (columns == 256) return launch_small<backward_pre_kernel<T, 4>>(p, blocks, kPreThreads, early, stream);
+  }
+  return launch_small<backward_pre_kernel<T, 0>>(p, blocks, kPreThreads, early, stream);
+}
+
 }  // namespace
 
 int launch_backward_pre(const BackwardParams& p, Element element, bool early, void* stream) {
-  const int64_t blocks = blocks_for(p, row_blocks(p) * p.sequence.num_heads_q * p.sequence.batch);
   switch (element) {
-    case Element::kFloat16: return launch_small<backward_pre_kernel<ptx::float16>>(p, blocks, kPreThreads, early, stream);
-    case Element::kBfloat16: return launch_small<backward_pre_kernel<ptx::bfloat16>>(p, blocks, kPreThreads, early, stream);
-    default: return launch_small<backward_pre_kernel<float>>(p, blocks, kPreThreads, early, stream);
+    case Element::kFloat16: return launch_pre<ptx::float16>(p, early, stream);
+    case Element::kBfloat16: return launch_pre<ptx::bfloat16>(p, early, stream);
+    default: return launch_pre<float>(p, early, stream);
   }
 }
 
 int launch_backward_post(const BackwardParams& p, Element element, bool early, void* stream) {
-  const int64_t blocks =
-      blocks_for(p, std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q));
+  const int64_t blocks = std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
   switch (element) {
     case Element::kFloat16: return launch_small<backward_post_kernel<ptx::float16>>(p, blocks, kPostWarps * 32, early, stream);
     case Element::kBfloat16: return launch_small<backward_post_kernel<ptx::bfloat16>>(p, blocks, kPostWarps * 32, early, stream);

@@ -26,9 +26,9 @@ int launch_backward_roomy(const BackwardParams& params, int64_t num_blocks, void
 // `early`: the kernel may start before those ahead of it in the stream have ended, and waits by itself.
 template <Element kElement, int kHeadDim>
 int launch_decode(const ForwardParams& params, int64_t num_blocks, bool early, void* stream);
-// The plain kernel behind params.only_if: any number of blocks share the tasks. On sm_90 and newer.
+// Behind params.again: any number of blocks share the tasks. On sm_90 and newer.
 template <Element kElement, int kHeadDim>
-int launch_backward_if(const BackwardParams& params, int64_t num_blocks, void* stream);
+int launch_backward_again(const BackwardParams& params, int64_t num_blocks, void* stream);
 
 // All shapes of a head dimension; `num_blocks` stay on their multiprocessors and take tiles.
 template <Element kElement, int kHeadDim>
@@ -59,7 +59,7 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
   extern template int launch_backward_roomy<Element::element, BackwardKind::kPlain, head_dim>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward_roomy<Element::element, BackwardKind::kDropout, head_dim>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward_roomy<Element::element, BackwardKind::kGeneral, head_dim>(const BackwardParams&, int64_t, void*); \
-  extern template int launch_backward_if<Element::element, head_dim>(const BackwardParams&, int64_t, void*);
+  extern template int launch_backward_again<Element::element, head_dim>(const BackwardParams&, int64_t, void*);
 #define TW_DECODE_SM80(element, head_dim) \
   extern template int launch_decode<Element::element, head_dim>(const ForwardParams&, int64_t, bool, void*);
 #include "cuda/kernels.def"

@@ -28,12 +28,12 @@ int launch_backward_roomy(const BackwardParams& params, int64_t num_blocks, void
 }
 
 template <Element kElement, int kHeadDim>
-int launch_backward_if(const BackwardParams& params, int64_t num_blocks, void* stream) {
+int launch_backward_again(const BackwardParams& params, int64_t num_blocks, void* stream) {
   constexpr BackwardConfig C = backward_config(kElement, BackwardKind::kPlain, kHeadDim, false);
-  if constexpr (kElement == Element::kFloat32)
+  if constexpr (kElement == Element::kFloat32 || (kHeadDim != 64 && kHeadDim != 128 && kHeadDim != 256))
     return cudaErrorNotSupported;  // no row of sm_90 has it
   else
-    return launch<backward_sm80_if_kernel<kElement, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
+    return launch<backward_sm80_again_kernel<kElement, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
                                                                static_cast<cudaStream_t>(stream), Start::kEarly);
 }
 

@@ -110,6 +110,13 @@ struct DbiasSum {
   float dropout_scale;
 };
 
+// Products of masked pairs carried inf or NaN: the main pass is needed again, from kernels that look for such rows.
+struct RunAgain {
+  int32_t wanted;
+  uint32_t ticket;  // of the tasks of that run,
+  int32_t cleared;  // and how many of those that clear are done
+};
+
 struct BackwardParams {
   SequenceParams sequence;
   ScoreParams score;
@@ -134,8 +141,7 @@ struct BackwardParams {
   // which 3 are used: their sum is the value]; null: not wanted.
   uint8_t* row_columns;
   float inverse_scale;       // 1 / scale, finite
-  int32_t* nonfinite;        // set if products of masked pairs carried inf or NaN; null: does not matter
-  const int32_t* only_if;    // run only if this is not 0; null: run
+  RunAgain* again;           // null: nothing is masked
   float* dalibi_parts;  // [batch, head, key block]
   DbiasSum dbias;
 };

@@ -28,6 +28,16 @@ __device__ __forceinline__ int load_acquire(const int* address) {
   return value;
 }
 
+// Waits until *address is at least `value`. One statement for the compiler: behind a loop that it sees, it would no longer
+// believe a warp's values to be the same in all threads.
+__device__ __forceinline__ void wait_acquire(const int* address, int value) {
+  asm volatile(
+      "{\n.reg .pred less;\n.reg .s32 found;\nAGAIN:\nld.acquire.gpu.global.s32 found, [%0];\n"
+      "setp.lt.s32 less, found, %1;\n@less bra AGAIN;\n}" ::"l"(address),
+      "r"(value)
+      : "memory");
+}
+
 __device__ __forceinline__ void add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

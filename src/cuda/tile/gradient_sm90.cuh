@@ -133,7 +133,7 @@ struct GradientSm90 {
 
   // A row of Q, K or dO that is not finite met a pair that does not see each other.
   __device__ __forceinline__ void tell_nonfinite() const {
-    if (p.backward.nonfinite) *p.backward.nonfinite = 1;
+    if (p.backward.again) p.backward.again->wanted = 1;
   }
 
   // S^T to P^T, as an operand. Pairs that do not see each other: zeros, not products. If S is not finite there, some row of Q
