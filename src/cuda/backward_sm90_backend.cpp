@@ -156,9 +156,10 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   params.num_tasks = static_cast<int32_t>(plan.num_tasks);
   const int processors = std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
   const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors));
-  // See key_block_of(). Causal: a round and a half.
-  if (backward.deterministic && backward.score.window_right < 0)
-    params.section = std::max(1, blocks / backward.num_key_blocks);
+  // See key_block_of(). Causal: a round and a half; with ordered sums, only where key blocks are not two tiles apart anyway.
+  const bool apart = backward.score.window_right >= 0 && config.block_n() >= 2 * config.block_m;
+  if (backward.deterministic && !apart)
+    params.section = std::clamp(2 * blocks / backward.num_query_blocks, 1, params.num_tasks / backward.num_key_blocks);
   else if (!backward.deterministic && backward.score.window_right >= 0 && backward.score.window_left < 0)
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
 

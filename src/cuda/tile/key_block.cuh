@@ -37,8 +37,9 @@ __device__ __forceinline__ bool last_keys_first(const BackwardParams& p) { retur
 // take turns: the first key blocks of all, then the second, and so on.
 // - Causal: the first key blocks are the longest. Sections are counted from the end, so that the last one is whole, and no long
 //   key block begins when the others are done: 2 to 5 % of the kernel.
-// - Ordered sums without an end of the window: a key block starts later than the one before it, by the time that a turn takes;
-//   whoever follows on the same multiprocessor then is as late as it must be.
+// - Ordered sums: so few blocks of a head are under way that each has two tiles of queries for itself, and the time of one of
+//   them for passing a turn. Without an end of the window a key block starts later than the one before it, by the time that a turn
+//   takes; whoever follows on the same multiprocessor then is as late as it must be.
 template <int kBlockM, int kBlockN>
 __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsigned n, unsigned section) {
   KeyBlock block = {};
@@ -49,7 +50,8 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsign
     const unsigned first = n / (section * blocks) * section, inside = n - first * blocks, width = min(section, heads - first);
     block.index = static_cast<int>(inside / width);
     n = first + inside % width;
-    if (!p.deterministic) block.index = p.num_key_blocks - 1 - block.index, n = heads - 1 - n;
+    if (!p.deterministic) n = heads - 1 - n;
+    if (!p.deterministic || last_keys_first(p)) block.index = p.num_key_blocks - 1 - block.index;
   } else {
     block.index = static_cast<int>(n % blocks);
     if (last_keys_first(p)) block.index = p.num_key_blocks - 1 - block.index;
