@@ -176,6 +176,7 @@ Status run_backward_again(const BackwardParams& before, const Plan& plan, void* 
     params.num_query_blocks = static_cast<int32_t>(ceil_div(plan.problem.seqlen_q, config.block_m));
     params.block_m = config.block_m;
     params.turns_per_block = 1;
+    params.first_stores = false;
     const int64_t tasks = plan.problem.num_heads_k * (plan.problem.batch + (plan.problem.k_layout == TW_PACKED)) * params.num_key_blocks;
     const int64_t few = device_facts(plan.target.device_index).multiprocessors;
     if (const int error = kernels.launch_again(params, std::min(tasks, few), stream); error != 0)

@@ -9,6 +9,13 @@ namespace tilewise::cuda {
 
 inline constexpr int kPostWarps = 8;
 
+// Has anybody added to 16 rows of dq? Then there is a sum.
+__device__ __forceinline__ bool has_sum(const BackwardParams& p, int h, int b, int first) {
+  if (!p.first_stores || (p.again && p.again->wanted != 0)) return true;
+  const int64_t tile = (static_cast<int64_t>(h) * p.sequence.batch + b) * p.num_query_blocks + first / p.block_m;
+  return p.turn[tile * p.turns_per_block] != 0;
+}
+
 // Task `index`: (block of kRowPadding rows) x head x batch (one more when rows are packed: the rows of no sequence). A warp
 // turns 16 rows at a time from fragments to rows.
 template <class T>
@@ -37,6 +44,7 @@ __device__ __forceinline__ void backward_post_rows(const BackwardParams& p, unsi
   const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
   const auto* sums = reinterpret_cast<const float4*>(p.dq_sum + padded * p.head_dim_rounded) + lane;
   const float factor = p.score.scale;
+  const int used_rows = has_sum(p, h, b, first) ? s.seqlen_q : 0;  // the others are zeros
   if constexpr (sizeof(T) == 2) {
     if (p.dq_aligned) {  // 32 columns at a time: quads exchange their pairs, so that a lane stores 16 bytes of a row
       const int quad = lane & 3;
@@ -57,10 +65,10 @@ __device__ __forceinline__ void backward_post_rows(const BackwardParams& p, unsi
         const uint4 zero = make_uint4(0, 0, 0, 0);
         if (i < s.capacity_q)
           *reinterpret_cast<uint4*>(out + i * p.dq.row) =
-              i < s.seqlen_q ? make_uint4(upper[0], upper[1], upper[2], upper[3]) : zero;
+              i < used_rows ? make_uint4(upper[0], upper[1], upper[2], upper[3]) : zero;
         if (i + 8 < s.capacity_q)
           *reinterpret_cast<uint4*>(out + (i + 8) * p.dq.row) =
-              i + 8 < s.seqlen_q ? make_uint4(lower[0], lower[1], lower[2], lower[3]) : zero;
+              i + 8 < used_rows ? make_uint4(lower[0], lower[1], lower[2], lower[3]) : zero;
       }
       return;
     }
@@ -70,7 +78,7 @@ __device__ __forceinline__ void backward_post_rows(const BackwardParams& p, unsi
     for (int half = 0; half < 2; ++half) {
       const int i = first + (lane >> 2) + 8 * half;
       if (i >= s.capacity_q) continue;
-      const bool used = i < s.seqlen_q;
+      const bool used = i < used_rows;
       store(base + i * p.dq.row, n * 8 + 2 * (lane & 3), used ? (half ? x.z : x.x) * factor : 0.f,
             used ? (half ? x.w : x.y) * factor : 0.f, pairs);
     }

@@ -123,7 +123,7 @@ __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsig
   const T* const dout = query_rows<const T>(p.dout, p.sequence, s, b, h);
   const int64_t o_base = (p.sequence.packed_q ? s.q_begin * p.o.row : b * p.o.batch) + h * p.o.head;
   const float* const lses = row_scalars(p.lse, p.sequence, s, b, h);
-  const int lane = threadIdx.x % kPreLanesPerRow, zeros = p.dq_sum ? kRowPadding * p.head_dim_rounded / 4 : 0;
+  const int lane = threadIdx.x % kPreLanesPerRow, zeros = p.dq_sum && !p.first_stores ? kRowPadding * p.head_dim_rounded / 4 : 0;
   auto* const sums = reinterpret_cast<float4*>(p.dq_sum + padded * p.head_dim_rounded);
 
   constexpr int kRowStep = kPreThreads / kPreLanesPerRow, kRows = kChunks == 0 ? 1 : 4 / kChunks;  // at a time

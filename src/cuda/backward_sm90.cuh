@@ -47,8 +47,16 @@ __device__ __forceinline__ int num_steps(const KeyBlock& block) { return uniform
 // Where dQ of a tile goes, found out when the tile is loaded.
 struct alignas(16) DqTarget {
   float* sum;        // [row / 16, column / 8, lane, 4]
-  int32_t counters;  // ordered sums: where BackwardParams::turn counts the key blocks that have added theirs, once a warp
-  int32_t turn;      // and how many must have
+  int32_t counters;  // where BackwardParams::turn has this tile's
+  int32_t turn;      // how many key blocks must have added before; if the order does not matter, 0: this one is the first
+};
+
+// How key blocks add to the sums of dq: a kernel each, since to decide it while running costs 1 to 3 %. Where the first stores,
+// nobody writes zeros and nobody reads them, and the others wait for that. Counters: BackwardParams::turn.
+enum class DqSums {
+  kAny,     // to zeros that pre has written
+  kFirst,   // The first stores. A tile's counter says whether anybody has claimed it, and how many warps of his have stored.
+  kOrdered  // In the order of the key blocks, and the first stores. Counters a warp, of the key blocks that have added.
 };
 
 // ---- key blocks -----------------------------------------------------------------------------------------------------
@@ -137,7 +145,7 @@ struct LoadState {
 
 // A whole warp executes all of this, and one lane the copies: after a branch of one thread that waits in a loop the compiler
 // would no longer believe anything to be the same in all threads, descriptors included.
-template <BackwardSm90Config C>
+template <BackwardSm90Config C, DqSums kSums>
 struct LoaderSm90 {
   const BackwardSm90Params& p;
   const SharedBackwardSm90<C> shared;
@@ -209,10 +217,9 @@ struct LoaderSm90 {
       if constexpr (kQ) {
         DqTarget& to = target(s.loaded);
         to.sum = block.dq_sum + padded * C.head_dim;
-        if (b.deterministic) {
+        if constexpr (kSums != DqSums::kAny)
           to.counters = ((s.at.head * b.sequence.batch + block.b) * b.num_query_blocks + s.at.tile) * 4;
-          to.turn = turn_of<C.block_m, C.block_n()>(b, block, s.at.tile);
-        }
+        if constexpr (kSums == DqSums::kOrdered) to.turn = turn_of<C.block_m, C.block_n()>(b, block, s.at.tile);
       }
       ptx::mbarrier_arrive_expect(full, (C.split ? 1 : 2) * C.q_bytes() + (kQ ? C.row_bytes() : 0));
       if constexpr (kQ) {
@@ -251,7 +258,7 @@ struct LoaderSm90 {
 
 // ---- dQ -------------------------------------------------------------------------------------------------------------
 
-template <BackwardSm90Config C>
+template <BackwardSm90Config C, DqSums kSums>
 struct QueryGradientSm90 {
   using T = typename ElementType<C.element>::Type;
   using Keys = Panels<C.block_n()>;
@@ -261,7 +268,7 @@ struct QueryGradientSm90 {
 
   const BackwardSm90Params& p;
   const SharedBackwardSm90<C> shared;
-  const LoaderSm90<C> loader;
+  const LoaderSm90<C, kSums> loader;
   const int warp, lane;
 
   __device__ __forceinline__ void issue(float (&dq)[kDQ], int n, int slot, int part) const {
@@ -276,38 +283,61 @@ struct QueryGradientSm90 {
     ptx::wgmma_commit();
   }
 
-  // Ordered sums: lets the next key block add to the tile of a step, once this warp's sums have arrived.
-  __device__ __forceinline__ void pass_turn(uint32_t step) const {
-    __syncwarp();  // the release is for what all lanes have added
-    if (lane == 0) ptx::add_release(p.backward.turn + loader.target(step).counters + warp, 1);
+  static constexpr bool kOrdered = kSums == DqSums::kOrdered;
+  static constexpr int kClaimed = 1, kStored = 2, kAllStored = kClaimed + 4 * kStored;
+  __device__ __forceinline__ int* counter(uint32_t step) const {
+    return p.backward.turn + loader.target(step).counters + (kOrdered ? warp : 0);
   }
 
-  // Products and sums of one tile of key block n. `owes`: the turn of the tile before has not been passed. It is, behind this
-  // tile's products: sums take a microsecond to arrive, and who waited for that first would be slower than the consumers. The
-  // turn is asked for before, and the answer is there after. No value is read that the key block before wrote, only added to in
-  // the second-level cache, so a relaxed load that finds the turn is enough.
-  __device__ __forceinline__ void add_tile(int n, uint32_t step, bool owes) const {
+  // Lets the next key block add to the tile of a step, or all others, once this warp's sums have arrived. Ordered sums: counted
+  // warp by warp.
+  __device__ __forceinline__ void pass_turn(uint32_t step) const {
+    __syncwarp();  // the release is for what all lanes have added
+    if (lane == 0) ptx::add_release(counter(step), kOrdered ? 1 : kStored);
+  }
+
+  // By one thread for all, see add_tile(): what the counter was.
+  __device__ __forceinline__ int claim(uint32_t step) const {
+    return kSums == DqSums::kFirst && threadIdx.x == 0 ? atomicOr(counter(step), kClaimed) : 0;
+  }
+
+  // Products and sums of one tile of key block n. Who adds first to a tile stores: nobody has to write zeros, or to read them.
+  // `owes`: the turn of the tile before has not been passed. It is, behind this tile's products: sums take a microsecond to
+  // arrive, and who waited for that first would be slower than the consumers. The turn is asked for before, and the answer is
+  // there after. No value is read that another key block wrote, only added to in the second-level cache, so a relaxed load that
+  // finds the turn is enough. Returns whether this tile's has to be passed.
+  __device__ __forceinline__ bool add_tile(int n, uint32_t step, bool owes, int turn) const {
     const int slot = uniform(static_cast<int>(step & 1));
-    const DqTarget& target = loader.target(step);
+    DqTarget& target = loader.target(step);
     float* const sum = target.sum + warp * 16 * C.head_dim + lane * 4;
-    int turn = 0;
-    if (p.backward.deterministic && lane == 0) turn = ptx::load_relaxed(p.backward.turn + target.counters + warp);
+    if (kOrdered && lane == 0) turn = ptx::load_relaxed(counter(step));
+    if (C.split) turn |= claim(step);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float dq[kDQ];
       issue(dq, n, slot, part);
-      if (part == 0 && p.backward.deterministic) {
+      if (part == 0 && kSums != DqSums::kAny) {
         if (owes) pass_turn(step - 1);
-        if (lane == 0)
-          while (turn != target.turn) turn = ptx::load_acquire(p.backward.turn + target.counters + warp);
-        __syncwarp();
+        if constexpr (kOrdered) {
+          if (lane == 0)
+            while (turn != target.turn) turn = ptx::load_acquire(counter(step));
+          __syncwarp();
+        } else {
+          // One warp asks for all: if each did, one could wait for a tile of another block while the next has claimed the tile
+          // that the other block waits for, and cannot go on, since products are of the four together.
+          if (warp == 0 && lane == 0) {
+            while (turn != 0 && turn < kAllStored) turn = ptx::load_acquire(counter(step));
+            target.turn = turn;
+          }
+          ptx::barrier_sync(1, 128);
+        }
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dq);
       if (part == kParts - 1 && lane == 0) ptx::mbarrier_arrive(shared.ds_empty(slot));
       if (p.backward.dq_sum == nullptr) continue;
       float* const out = sum + part / kPerRow * 64 * C.head_dim + part % kPerRow * kDqColumns * 16;
-      if (p.first_stores && target.turn == 0) {
+      if (kSums != DqSums::kAny && target.turn == 0) {
 #pragma unroll
         for (int i = 0; i < kDQ / 4; ++i)
           *reinterpret_cast<float4*>(out + i * 128) = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
@@ -316,6 +346,7 @@ struct QueryGradientSm90 {
 #pragma unroll
       for (int i = 0; i < kDQ / 4; ++i) ptx::add_global(out + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
+    return kOrdered || (kSums == DqSums::kFirst && target.turn == 0);
   }
 
   // The next key block; with two slots, its K is loaded at once.
@@ -352,6 +383,7 @@ struct QueryGradientSm90 {
         if (leads && left == 3) publish(n + 1);
         const uint32_t barrier = shared.ds_full(ring.step() & 1), parity = ring.step() >> 1 & 1;
         if (owes && !uniform(ptx::mbarrier_done(barrier, parity))) pass_turn(ring.step() - 1), owes = false;
+        const int turn = C.split ? 0 : claim(ring.step());  // the answer is there after the wait
         // Q as soon as consumers have left that of the tile before this one. When they write the dS of this one, they have left
         // its dO, too.
         const bool loaded = loads && loader.template load_next<true>(ring.step() + 3, n, left <= 3, left > 2, lane);
@@ -359,8 +391,7 @@ struct QueryGradientSm90 {
         if (loaded) loader.load_dout(lane);
         if (C.split && leads && left == 1 && lane == 0) loader.template load_keys<false>(n + 1);  // they have left V, with dP
         __syncwarp();
-        add_tile(n, ring.step(), owes);
-        owes = p.backward.deterministic;
+        owes = add_tile(n, ring.step(), owes, turn);
       }
       if constexpr (C.k_slots() == 1) {
         ptx::barrier_sync(1, 128);  // the four warps' products with K are done
@@ -397,7 +428,8 @@ struct KeyGradientSm90 : GradientSm90<C> {
   // A step finds S of its tile in x: P; dV and dP; dS; dK, and S of the next tile, be it of the next key block. Products go out
   // in pairs, and nothing is under way during the pointwise phases: the other warpgroups fill the gaps. (Phases that run behind
   // products of their own warpgroup take 8 registers from dQ's, which then computes 32 columns at a time: 8 % slower.)
-  __device__ __forceinline__ void run(const LoaderSm90<C>& loader) {
+  template <DqSums kSums>
+  __device__ __forceinline__ void run(const LoaderSm90<C, kSums>& loader) {
     const KeyBlocksSm90<C>& blocks = loader.blocks;
     RingPosition ring;
     int n = 0;
@@ -482,11 +514,11 @@ __device__ __forceinline__ uint32_t weights_at(const GradientSm90<C>& g, int n) 
 }
 
 // S, P, dV. One of its warps loads dO.
-template <BackwardSm90Config C>
+template <BackwardSm90Config C, DqSums kSums>
 struct SplitValueSm90 : GradientSm90<C> {
   using G = GradientSm90<C>;
   using G::arrive, G::block, G::kA, G::kD, G::kS, G::shared;
-  const LoaderSm90<C> loader;
+  const LoaderSm90<C, kSums> loader;
 
   // n: of the key block.
   __device__ __forceinline__ void walk(float (&dv)[kD], int left, RingPosition& ring, int n) const {
@@ -545,11 +577,11 @@ struct SplitValueSm90 : GradientSm90<C> {
 };
 
 // dP, dS, dK. One of its warps loads Q, lse and delta.
-template <BackwardSm90Config C>
+template <BackwardSm90Config C, DqSums kSums>
 struct SplitKeySm90 : GradientSm90<C> {
   using G = GradientSm90<C>;
   using G::arrive, G::block, G::kA, G::kD, G::kS, G::shared;
-  const LoaderSm90<C> loader;
+  const LoaderSm90<C, kSums> loader;
 
   template <bool kMasked>
   __device__ __forceinline__ void make_gradients(uint32_t (&a)[kA], const float (&dp)[kS]) const {
@@ -624,7 +656,7 @@ struct SplitKeySm90 : GradientSm90<C> {
 
 // Grid: one block a multiprocessor, or fewer. Tasks: key block inside key head inside batch entry (one more when keys are
 // packed); under causal masks the key blocks with the most queries come first, unless sums are ordered.
-template <Element kElement, int kHeadDim>
+template <Element kElement, int kHeadDim, DqSums kSums>
 __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_threads(), 1)
     backward_sm90_kernel(const __grid_constant__ BackwardSm90Params p) {
   constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim);
@@ -633,7 +665,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
   const SharedBackwardSm90<C> shared{ptx::shared_address(memory)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
   const KeyBlocksSm90<C> blocks{p, shared, memory};
-  const LoaderSm90<C> loader{p, shared, blocks, memory};
+  const LoaderSm90<C, kSums> loader{p, shared, blocks, memory};
 
   ptx::let_next_kernel_start();
   if (threadIdx.x == 0) {
@@ -669,7 +701,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (warpgroup == 0) {
     ptx::give_registers<C.kDqRegisters>();
-    QueryGradientSm90<C>{p, shared, loader, warp, lane}.run();
+    QueryGradientSm90<C, kSums>{p, shared, loader, warp, lane}.run();
   } else {
     ptx::take_registers<C.kConsumerRegisters>();
     GradientSm90<C> base{p, shared, nullptr, warpgroup - 1, warp, lane};
@@ -682,9 +714,9 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
         base.block = &blocks.wait(n);
         if (uniform(base.block->b) < 0) break;
         if (warpgroup == 1)
-          SplitValueSm90<C>{base, loader}.run(ring, n);
+          SplitValueSm90<C, kSums>{base, loader}.run(ring, n);
         else
-          SplitKeySm90<C>{base, loader}.run(ring, n);
+          SplitKeySm90<C, kSums>{base, loader}.run(ring, n);
         blocks.release(n, lane);
       }
     }

@@ -35,6 +35,12 @@ const Sm90Kernel* find_kernel(const tw_problem& p) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Does who adds first to a tile of dq store? Always where sums are ordered; else if few key blocks see a tile.
+bool first_stores(const tw_problem& p, const BackwardSm90Config& config) {
+  const int64_t blocks = ceil_div(p.seqlen_k, config.block_n()), see = mask_of(p).right >= 0 ? (blocks + 1) / 2 : blocks;
+  return has(p, TW_HAS_DQ) && (p.deterministic || see <= config.few_key_blocks());
+}
+
 // The workspace, cut into arrays of 128-byte multiples.
 struct Workspace {
   int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, again, total;
@@ -52,7 +58,7 @@ struct Workspace {
     row_columns = take(true, rows * 32);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);
     ticket = take(true, 4);
-    turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
+    turn = take(first_stores(p, config), p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
     again = take(true, sizeof(RunAgain));
   }
 };
@@ -62,13 +68,6 @@ bool masks(const tw_problem& p) {
   const Mask mask = mask_of(p);
   return mask.left >= 0 || mask.right >= 0 || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
          has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
-}
-
-// Then every tile of queries is seen by some key block.
-bool every_row_sees_keys(const tw_problem& p) {
-  const Mask mask = mask_of(p);
-  return mask.left < 0 && (mask.right < 0 || p.seqlen_k - p.seqlen_q + mask.right >= 0) && p.q_layout != TW_PACKED &&
-         p.k_layout != TW_PACKED && !has(p, TW_HAS_SEQUSED_Q) && !has(p, TW_HAS_SEQUSED_K);
 }
 
 }  // namespace
@@ -146,7 +145,8 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   backward.deterministic = p.deterministic != 0 && t.dq != nullptr;
   backward.block_m = config.block_m;
   backward.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
-  if (backward.deterministic) {
+  backward.first_stores = t.dq && first_stores(p, config);
+  if (backward.first_stores) {
     backward.turn = reinterpret_cast<int32_t*>(base + layout.turn);
     backward.turns_per_block = 4;
   }
@@ -163,10 +163,7 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   else if (!backward.deterministic && backward.score.window_right >= 0 && backward.score.window_left < 0)
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
 
-  params.first_stores = backward.deterministic && every_row_sees_keys(p);
-  BackwardParams before = backward;
-  if (params.first_stores) before.dq_sum = nullptr;  // nothing to set to zero
-  if (const int error = launch_backward_pre(before, element, true, stream); error != 0) return device_error("backward_pre", error);
+  if (const int error = launch_backward_pre(backward, element, true, stream); error != 0) return device_error("backward_pre", error);
   if (const int error = kernel.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
   if (masks(p)) TW_RETURN_IF_ERROR(run_backward_again(backward, plan, stream));
   if (t.dq)

@@ -10,8 +10,13 @@ namespace tilewise::cuda {
 template <Element kElement, int kHeadDim>
 int launch_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream) {
   constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim);
-  return launch<backward_sm90_kernel<kElement, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
-                                                          static_cast<cudaStream_t>(stream), Start::kEarly);
+  const auto start = [&]<DqSums kSums>() {
+    return launch<backward_sm90_kernel<kElement, kHeadDim, kSums>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
+                                                                   static_cast<cudaStream_t>(stream), Start::kEarly);
+  };
+  if (params.backward.deterministic) return start.template operator()<DqSums::kOrdered>();
+  if (params.backward.first_stores) return start.template operator()<DqSums::kFirst>();
+  return start.template operator()<DqSums::kAny>();
 }
 
 }  // namespace tilewise::cuda

@@ -134,8 +134,9 @@ struct BackwardParams {
   int32_t num_key_blocks, num_query_blocks;  // of the longest sequence
   // Deterministic: blocks take tickets, and the sums of a tile of queries are added in the order of the key blocks.
   bool deterministic;
+  bool first_stores;  // sm_90a: who adds first to a tile stores, and sums to which nobody adds are never written
   int32_t* ticket;  // [1]
-  int32_t* turn;    // [head, batch, query block, turns_per_block]
+  int32_t* turn;    // [head, batch, query block, turns_per_block]: who has added, see DqSums
   int32_t turns_per_block, block_m;
   // sm_90a: lse / scale and delta as columns of a product, [head, padded row / 8, {lse, delta}, row % 8, 8 bfloat16 of
   // which 3 are used: their sum is the value]; null: not wanted.

@@ -15,8 +15,7 @@ struct BackwardSm90Params {
   float scale_log2;           // softmax_scale * log2(e), moved away from 0
   bool dk_aligned, dv_aligned;  // 16-bit elements, 16-byte aligned rows
   int32_t num_tasks;            // key blocks of all heads, handed out by backward.ticket
-  bool first_stores;            // ordered sums: who adds first to a tile of queries stores, and needs no zeros there
-  int32_t section;              // of heads that take turns, see key_block_of(); 0: none do
+  int32_t section;              // of heads that take turns, see key_block_of()
 };
 
 }  // namespace tilewise::cuda
