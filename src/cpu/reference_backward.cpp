@@ -133,8 +133,9 @@ void row_gradients(const Call& call, const Sequence& s, int64_t h, int64_t i, co
     if (!call.visible(s, h, i, j)) continue;
     load_value(j);
     scratch.p[j] /= sum;
-    scratch.dp[j] = call.dropout_factor(s, h, i, j) * dot(scratch.dout, scratch.v, p.head_dim_v);
-    delta += scratch.p[j] * scratch.dp[j];
+    const double factor = call.dropout_factor(s, h, i, j), dp = dot(scratch.dout, scratch.v, p.head_dim_v);
+    scratch.dp[j] = call.after_dropout(factor, dp);
+    delta += call.after_dropout(factor, scratch.p[j]) * dp;  // dO . O: a dropped value that is NaN makes O NaN
   }
   if (more_keys) {
     delta = 0;
@@ -180,9 +181,9 @@ void column_gradients(const Call& call, const Sequence& s, int64_t key_head, int
       const double score = capped + call.added(s, h, i, j);
       const double probability = OnlineSoftmax<double>::weight(score, memory.rows.max[index]) / memory.rows.sum[index];
       const double factor = call.dropout_factor(s, h, i, j);
-      const double dp = factor * dot(scratch.dout, scratch.v, p.head_dim_v);
+      const double dp = call.after_dropout(factor, dot(scratch.dout, scratch.v, p.head_dim_v));
       const double ds = probability * (dp - memory.rows.delta[index]);
-      add_scaled(probability * factor, scratch.dout, p.head_dim_v, scratch.dv);
+      add_scaled(call.after_dropout(factor, probability), scratch.dout, p.head_dim_v, scratch.dv);
       add_scaled(call.scale * call.capped_derivative(capped) * ds, scratch.q, p.head_dim, scratch.dk);
     }
   if (t.dk) store_row(*t.dk, key_offset(p, t, *t.dk, s, j, key_head), p.head_dim, scratch.dk);

@@ -123,6 +123,8 @@ struct Call {
     if (!dropout.active()) return 1;
     return dropout.keep(s.batch * p.num_heads_q + h, i, j) ? dropout_scale : 0;
   }
+  // x after dropout: a dropped one is 0, whatever it was.
+  static double after_dropout(double factor, double x) { return factor == 0 ? 0 : factor * x; }
 };
 
 // A workspace cut into arrays of doubles, in the order of the calls; with no memory behind it, it counts.

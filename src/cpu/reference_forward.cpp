@@ -54,7 +54,7 @@ double forward_row(const Call& call, const Sequence& s, int64_t h, int64_t i, co
     if (!call.visible(s, h, i, j)) continue;
     const double probability = OnlineSoftmax<double>::weight(scratch.s[j], max) / sum;
     load_key_row(*t.v, j, p.head_dim_v);
-    add_scaled(probability * call.dropout_factor(s, h, i, j), scratch.row, p.head_dim_v, scratch.o);
+    add_scaled(call.after_dropout(call.dropout_factor(s, h, i, j), probability), scratch.row, p.head_dim_v, scratch.o);
   }
   store_row(*t.o, query_offset(p, *t.o, s, i, h), p.head_dim_v, scratch.o);
   if (t.lse) store_element(t.lse->data, t.lse->dtype, lse_offset(p, *t.lse, s, i, h), lse);

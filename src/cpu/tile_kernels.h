@@ -577,41 +577,32 @@ bool any_nonfinite(const void* const* rows, int64_t n, int64_t head_dim, int32_t
 template <class S>
 void dropout_bits(const Dropout& dropout, int64_t batch_head, int64_t row_block, int64_t col_block, uint32_t* bits) {
   constexpr int kDraws = 32;
-  uint32_t c0[kDraws], c1[kDraws], c2[kDraws], c3[kDraws];
+  const DropoutHead draws(dropout.seed, dropout.offset, batch_head);
+  DropoutHead::Part rows[8], columns[4];
+  for (int g = 0; g < 8; ++g) rows[g] = draws.row_part(row_block * 8 + g);
+  for (int t = 0; t < 4; ++t) columns[t] = draws.column_part(col_block * 4 + t);
+  uint32_t word[4][kDraws];
   for (int n = 0; n < kDraws; ++n) {
-    c0[n] = static_cast<uint32_t>(col_block * 4 + n % 4);
-    c1[n] = static_cast<uint32_t>(row_block * 8 + n / 4);
-    c2[n] = static_cast<uint32_t>(batch_head);
-    c3[n] = static_cast<uint32_t>(dropout.offset);
+    const Philox4 start = DropoutHead::meet(rows[n / 4], columns[n % 4]);
+    for (int k = 0; k < 4; ++k) word[k][n] = start.word[k];
   }
-  uint32_t key0 = static_cast<uint32_t>(dropout.seed);
-  uint32_t key1 = static_cast<uint32_t>(dropout.seed >> 32) ^ static_cast<uint32_t>(dropout.offset >> 32);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = DropoutHead::kMeetingRound; round < kPhiloxRounds; ++round)
     for (int n = 0; n < kDraws; ++n) {
-      const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0[n];
-      const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2[n];
-      const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1[n] ^ key0;
-      const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c3[n] ^ key1;
-      c1[n] = static_cast<uint32_t>(product1);
-      c3[n] = static_cast<uint32_t>(product0);
-      c0[n] = next0;
-      c2[n] = next2;
+      const Philox4 next = philox_round({{word[0][n], word[1][n], word[2][n], word[3][n]}}, draws.key0, draws.key1, round);
+      for (int k = 0; k < 4; ++k) word[k][n] = next.word[k];
     }
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-  for (int r = 0; r < 16; ++r) bits[r] = 0;
-  const uint32_t threshold = dropout.threshold;
-  for (int g = 0; g < 8; ++g)
+  uint32_t kept[kDraws] = {};  // bit e: element e
+  unroll<16>([&](auto e) TW_LAMBDA {
+    for (int n = 0; n < kDraws; ++n)
+      kept[n] |= static_cast<uint32_t>(dropout.keeps(Dropout::number({{word[0][n], word[1][n], word[2][n], word[3][n]}}, e))) << e;
+  });
+  for (int r = 0; r < 16; ++r) {  // bits 4 k + 2 half and + 1 of draw (g, t) are columns 8 k + 2 t and + 1 of row g + 8 half
+    bits[r] = 0;
     for (int t = 0; t < 4; ++t) {
-      const int n = 4 * g + t;
-      const uint32_t word[4] = {c0[n], c1[n], c2[n], c3[n]};
-      unroll<16>([&](auto e) TW_LAMBDA {  // element e: columns 8 (e / 4) + 2 t + e % 2 of row g + 8 (e / 2 % 2)
-        constexpr int next = (e + 1) % 16;
-        const uint32_t number = (word[e / 4] >> (8 * (e % 4)) & 0xff) << 8 | (word[next / 4] >> (8 * (next % 4)) & 0xff);
-        bits[g + 8 * (e / 2 % 2)] |= static_cast<uint32_t>(number < threshold) << (8 * (e / 4) + 2 * t + e % 2);
-      });
+      const uint32_t half = kept[4 * (r % 8) + t] >> (2 * (r / 8));
+      bits[r] |= ((half & 3) | (half & 0x30) << 4 | (half & 0x300) << 8 | (half & 0x3000) << 12) << (2 * t);
     }
+  }
 }
 
 // ---- the table -----------------------------------------------------------------------------------------------------

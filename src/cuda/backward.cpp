@@ -123,6 +123,8 @@ BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
   params.lse = row_scalar(t.lse);
   params.dlse = row_scalar(t.dlse);
   params.padded_rows = backward_padded_rows(p);
+  params.delta_scale = 1;
+  params.gradient_scale = params.score.scale;
   return params;
 }
 
@@ -176,6 +178,7 @@ Status run_backward_again(const BackwardParams& before, const Plan& plan, void* 
     params.num_query_blocks = static_cast<int32_t>(ceil_div(plan.problem.seqlen_q, config.block_m));
     params.block_m = config.block_m;
     params.turns_per_block = 1;
+    params.section = 1;
     params.first_stores = false;
     const int64_t tasks = plan.problem.num_heads_k * (plan.problem.batch + (plan.problem.k_layout == TW_PACKED)) * params.num_key_blocks;
     const int64_t few = device_facts(plan.target.device_index).multiprocessors;
@@ -197,6 +200,10 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
   params.head_dim_rounded = kernels.head_dim;
 
   const BackwardKind kind = params.aligned ? kind_for(p) : BackwardKind::kGeneral;
+  if (kind == BackwardKind::kDropout) {
+    params.delta_scale /= params.score.dropout.scale;
+    params.gradient_scale *= params.score.dropout.scale;
+  }
   const int shape = shape_for(kernels, kind, plan.target);
   const BackwardConfig& config = kernels.config[static_cast<int>(kind)][shape];
   const int64_t key_blocks = ceil_div(p.seqlen_k, config.block_n());
@@ -208,8 +215,15 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
   if (t.dq) params.dq_sum = floats(layout.dq_sum);
   params.num_key_blocks = static_cast<int32_t>(std::max<int64_t>(key_blocks, 1));
   params.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
+  const double bytes = static_cast<double>(kernels.head_dim) * dtype_size(p.dtype) * 2 *
+                       (static_cast<double>(p.seqlen_k) + 2.0 * static_cast<double>(p.seqlen_q) * std::max<int64_t>(group_size(p), 1));
+  // As many heads as fit the second-level cache, where their sums of dQ are.
+  params.section = params.score.window_right >= 0 ? heads_together(p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED)), 32e6 / std::max(bytes, 1.0)) : 1;
   params.deterministic = p.deterministic != 0 && t.dq != nullptr && p.seqlen_q > 0 && query_rows(p) > 0;
   if (params.deterministic) {
+    // As many heads as fill the GPU: a block is behind its neighbour by the time that a turn takes, and where a head's blocks followed each
+    // other at once, those behind would wait for all before them.
+    params.section = std::max(256 / params.num_key_blocks, 1);
     params.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
     params.turn = reinterpret_cast<int32_t*>(base + layout.turn);
     params.turns_per_block = 1;

@@ -43,7 +43,7 @@ __device__ __forceinline__ void backward_post_rows(const BackwardParams& p, unsi
   if (first >= s.capacity_q) return;
   const int64_t padded = h * p.padded_rows + padded_row(p.sequence, s.q_begin, b) + first;
   const auto* sums = reinterpret_cast<const float4*>(p.dq_sum + padded * p.head_dim_rounded) + lane;
-  const float factor = p.score.scale;
+  const float factor = p.gradient_scale;
   const int used_rows = has_sum(p, h, b, first) ? s.seqlen_q : 0;  // the others are zeros
   if constexpr (sizeof(T) == 2) {
     if (p.dq_aligned) {  // 32 columns at a time: quads exchange their pairs, so that a lane stores 16 bytes of a row

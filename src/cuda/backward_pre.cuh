@@ -164,7 +164,7 @@ __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsig
       if (lane != 0) continue;
       const bool empty = lse[n] == kMinusInf;
       p.lse_log2[padded + r] = empty ? -kMinusInf : lse[n] * kLog2E;
-      p.delta[padded + r] = empty ? 0.f : delta[n];
+      p.delta[padded + r] = empty ? 0.f : delta[n] * p.delta_scale;
       if (p.row_columns) {
         auto* const columns = reinterpret_cast<uint4*>(p.row_columns + (padded + r) / 8 * 256) + r % 8;
         // 2^100 makes 2^(scale (q k - 2^100)) zero, and stays finite where it meets the zeros of the other operand.

@@ -11,6 +11,8 @@
 // Keys are the rows, so that P^T and dS^T are A operands as they leave the accumulators. Copies, masks and the pointwise step are
 // in tile/gradient_sm80.cuh.
 #pragma once
+#include <type_traits>
+
 #include "cuda/backward_pre.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/reduce.cuh"
@@ -25,7 +27,7 @@ struct BackwardKernel : GradientSm80<C> {
   using G::kGeneral, G::kDrops, G::kSplit, G::kBlockM, G::kBlockN, G::kM, G::kN, G::kD, G::kSteps, G::kWide, G::kSplits,
       G::kUnroll, G::kBytes, G::kPairBytes, G::kTileQ, G::kTileK, G::kTilePair, G::kPartQ, G::kPartK, G::kPartPair,
       G::in_shared, G::p, G::b, G::head_k, G::key_block, G::s, G::warp, G::lane, G::group, G::first_tile, G::num_tiles,
-      G::key_row, G::query_column, G::load_queries, G::load_rows, G::load_row_scalars, G::restore_nonfinite, G::pointwise,
+      G::key_row, G::query_column, G::load_queries, G::load_rows, G::load_row_scalars, G::restore_nonfinite, G::note_nan_rows, G::kBadQ, G::kBadDout, G::pointwise,
       G::pointwise_general, G::mask;
 
   // dQ: warps = query groups x column parts. Two groups of 16 queries a warp read less from shared memory than one, if enough
@@ -137,7 +139,7 @@ struct BackwardKernel : GradientSm80<C> {
   }
 
   __device__ __forceinline__ void store_rows(const RowTensor& x, bool is_float, const float (&d)[kM][kD][4], float factor,
-                                             int cols) const {
+                                             int cols, const uint32_t* nan_rows = nullptr) const {
     if (x.data == nullptr) return;
     const int64_t base = (p.sequence.packed_k ? s.k_begin * x.row : s.cache_row * x.batch) + head_k * x.head;
     const bool pairs = (reinterpret_cast<uintptr_t>(x.data) % 4 == 0) && ((x.row | x.batch | x.head) & 1) == 0;
@@ -148,11 +150,14 @@ struct BackwardKernel : GradientSm80<C> {
         const int j = key_block * kBlockN + key_row(m, half);
         if (j >= s.capacity_k) continue;
         const bool used = j < s.seqlen_k;
+        float row_factor = factor;
+        if constexpr (kGeneral || kDrops)
+          if (nan_rows && (nan_rows[key_row(m, half) / 32] >> key_row(m, half) % 32 & 1) != 0) row_factor = __int_as_float(0x7fffffff);
 #pragma unroll
         for (int n = 0; n < kD; ++n) {
           const int col = (warp % kSplit * kD + n) * 8 + 2 * (lane & 3);
           if (col >= cols) continue;
-          const float first = used ? d[m][n][2 * half] * factor : 0.f, second = used ? d[m][n][2 * half + 1] * factor : 0.f;
+          const float first = used ? d[m][n][2 * half] * row_factor : 0.f, second = used ? d[m][n][2 * half + 1] * row_factor : 0.f;
           store_columns<T>(x.data, base + j * x.row + col, is_float, pairs, col + 1 < cols, first, second);
         }
       }
@@ -166,7 +171,10 @@ struct BackwardKernel : GradientSm80<C> {
     const uint32_t s_p = s_ds + (C.pair_tiles() - 1) * in_shared(kTilePair);           // likewise, if the columns are split
     const uint32_t s_lse = s_ds + C.pair_tiles() * in_shared(kTilePair);               // [stages, 2, block_m] float
     uint32_t* const key_marks = marks;                                      // [block_n], see Nonfinite
+    auto* const nan_rows = reinterpret_cast<uint32_t*>(reduction + 8);      // one bit a key, see note_nan_rows()
+    static_assert(C.num_warps <= 8 && kBlockN <= 128);
     if (threadIdx.x < kBlockN) key_marks[threadIdx.x] = 0;
+    if (threadIdx.x < 4) nan_rows[threadIdx.x] = 0;
     for (int n = threadIdx.x; n < 2 * kBlockM; n += C.num_threads()) marks[kBlockN + n] = 0;
     const uint32_t s_free = s_lse + C.num_stages * 2 * kBlockM * 4 + C.mark_bytes() + 56;  // mbarrier: dS may be written again
     __syncthreads();
@@ -221,8 +229,8 @@ struct BackwardKernel : GradientSm80<C> {
         bool found = false;
         if (masked) {
           uint32_t* const query_marks = marks + kBlockN + (n & 1) * kBlockM;  // two sets: one is cleared while one is written
-          found = QCopy::remove_nonfinite(s_q + stage * kTileQ, query_marks);
-          found |= QCopy::remove_nonfinite(s_do + stage * kTileQ, query_marks);
+          found = QCopy::template remove_nonfinite<kBadQ>(s_q + stage * kTileQ, query_marks);
+          found |= QCopy::template remove_nonfinite<kBadDout>(s_do + stage * kTileQ, query_marks);
         }
         return found;
       };
@@ -259,11 +267,11 @@ struct BackwardKernel : GradientSm80<C> {
         bad_queries = __syncthreads_or(bad_queries);
       }
       // A tile of Q or dO has arrived: makes it parts. `next` starts the copies into the place that is free then.
-      const auto split_arrived = [&](uint32_t to, uint32_t* query_marks, auto&& next) {
+      const auto split_arrived = [&](uint32_t to, uint32_t* query_marks, auto mark, auto&& next) {
         ptx::cp_async_wait<0>();
         bool found = false;
         if (masked) {
-          found = QCopy::remove_nonfinite(s_arriving, query_marks);
+          found = QCopy::template remove_nonfinite<mark>(s_arriving, query_marks);
           __syncwarp();
         }
         split_tile<QCopy>(s_arriving, to);
@@ -289,7 +297,7 @@ struct BackwardKernel : GradientSm80<C> {
 
         if constexpr (kSplits) {
           masked = is_masked(tile);
-          split_arrived(q_tile, query_marks, [&] {
+          split_arrived(q_tile, query_marks, std::integral_constant<uint32_t, kBadQ>(), [&] {
             load_rows(p.dout, head, tile, s_arriving, p.head_dim_v);
             load_row_scalars(head, tile, s_lse);
           });
@@ -317,14 +325,18 @@ struct BackwardKernel : GradientSm80<C> {
         };
         multiply_by_rows(x, lane_k, lane_q);
         if constexpr (kSplits)
-          split_arrived(do_tile, query_marks, [&] {
+          split_arrived(do_tile, query_marks, std::integral_constant<uint32_t, kBadDout>(), [&] {
             int next_head = head, next_tile = tile;
             advance(next_head, next_tile, 1);
             if (n + 1 < total) load_rows(p.q, next_head, next_tile, s_arriving, p.head_dim);
           });
         multiply_by_rows(dp, lane_v, lane_do);
 
-        if (bad_keys || bad_queries) restore_nonfinite(x, key_marks, query_marks);
+        if (bad_keys || bad_queries) {
+          restore_nonfinite(x, key_marks, query_marks);
+          if constexpr (kGeneral || kDrops)
+            if (bad_queries && dropout.active()) note_nan_rows(nan_rows, query_marks, i0, head);
+        }
         if constexpr (kGeneral) {
           dalibi += pointwise_general(x, dp, lse_tile, i0, head, dropout);
         } else {
@@ -422,8 +434,8 @@ struct BackwardKernel : GradientSm80<C> {
           bad_queries = __syncthreads_or(bad_queries);
         else
           __syncthreads();
+        pass_turn(turn, n);  // before the next loads: its fence would wait for them
         if constexpr (!kSplits) load_ahead(n + C.num_stages, C.num_stages - 1);
-        pass_turn(turn, n);
         if (was_bad && threadIdx.x < kBlockM) query_marks[threadIdx.x] = 0;
         if (p.dq_sum) turn = add_dq(s_ds, s_k, this_head, this_tile);
         // Every thread for itself: one lane a warp, behind a __syncwarp, was 3 to 4 % slower at d 64 and d 128, and to racecheck the
@@ -453,8 +465,8 @@ struct BackwardKernel : GradientSm80<C> {
     } else if (kGeneral && p.dalibi_parts) {
       for (int head = head_k * group; head < (head_k + 1) * group; ++head) reduce_dalibi(0.f, head, reduction);
     }
-    store_rows(p.dk, p.dk_is_float, dk, p.score.scale, p.head_dim);
-    store_rows(p.dv, p.dv_is_float, dv, kDrops ? dropout.scale : 1.f, p.head_dim_v);
+    store_rows(p.dk, p.dk_is_float, dk, p.gradient_scale, p.head_dim);
+    store_rows(p.dv, p.dv_is_float, dv, kDrops ? dropout.scale : 1.f, p.head_dim_v, nan_rows);
   }
 
   __device__ __forceinline__ void reduce_dalibi(float value, int head, float* reduction) const {
@@ -475,26 +487,19 @@ struct BackwardKernel : GradientSm80<C> {
 template <BackwardConfig C>
 __device__ __forceinline__ void backward_sm80_task(const BackwardParams& p, unsigned index, unsigned char* shared) {
   using Kernel = BackwardKernel<C>;
-  unsigned key_block;
   if (p.deterministic) {  // whoever waits for a turn waits for a block that has started before
     auto* ticket = reinterpret_cast<unsigned*>(shared);
     if (threadIdx.x == 0) *ticket = atomicAdd(reinterpret_cast<unsigned*>(p.ticket), 1u);
     __syncthreads();
     index = *ticket;
     __syncthreads();
-    // Key block outside head, inside as many heads as fill the GPU: a block is behind its neighbour by the time that a turn
-    // takes, and where a head's blocks followed each other at once, those behind would wait for all before them.
-    const unsigned heads = p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k);
-    const unsigned together = max(256u / p.num_key_blocks, 1u), before = index / (together * p.num_key_blocks) * together;
-    const unsigned count = min(together, heads - before);
-    index -= before * p.num_key_blocks;
-    key_block = index / count;
-    index = before + index % count;
-    if (p.score.window_right >= 0) key_block = p.num_key_blocks - 1 - key_block;  // in the order of their turns
-  } else {
-    key_block = index % p.num_key_blocks;
-    index /= p.num_key_blocks;
   }
+  const unsigned heads = p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k), blocks = p.num_key_blocks;
+  const unsigned first = index / (p.section * blocks) * p.section, inside = index - first * blocks;
+  const unsigned width = min(static_cast<unsigned>(p.section), heads - first);
+  unsigned key_block = inside / width;
+  index = first + inside % width;
+  if (p.deterministic && p.score.window_right >= 0) key_block = blocks - 1 - key_block;  // in the order of their turns
   const int h = static_cast<int>(index % p.sequence.num_heads_k);
   const int b = static_cast<int>(index / p.sequence.num_heads_k);
   if (b >= p.sequence.batch) {

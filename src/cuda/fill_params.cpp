@@ -1,5 +1,7 @@
 #include "cuda/fill_params.h"
 
+#include <algorithm>
+
 #include "core/dtype.h"
 
 namespace tilewise::cuda {
@@ -98,6 +100,13 @@ bool rows_aligned(const tw_tensor& x) {
   for (int n = 0; n + 1 < x.ndim; ++n)
     if (x.shape[n] > 1 && x.stride[n] % per_chunk != 0) return false;
   return true;
+}
+
+int32_t heads_together(int64_t heads, double most) {
+  if (heads <= 0) return 1;
+  const auto size = static_cast<int64_t>(std::clamp(most, 1.0, static_cast<double>(heads)));
+  const int64_t sections = (heads + size - 1) / size;
+  return static_cast<int32_t>((heads + sections - 1) / sections);
 }
 
 Element element_of(int32_t dtype) {

@@ -13,4 +13,8 @@ RowScalar row_scalar(const tw_tensor* tensor);    // [b, h, s], [h, total]; null
 bool rows_aligned(const tw_tensor& tensor);       // rows of whole 16-byte chunks, at multiples of 16 bytes
 Element element_of(int32_t dtype);                // f16, bf16 or f32
 
+// With a mask to the right blocks differ in length, and what ends a launch is a tail of the blocks that started last. So heads take turns, the
+// longest block of each first: in sections of one size, of `most` heads at most.
+int32_t heads_together(int64_t heads, double most);
+
 }  // namespace tilewise::cuda

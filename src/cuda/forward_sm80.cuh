@@ -15,6 +15,7 @@
 #include "cuda/params.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/tile/copy.cuh"
+#include "cuda/tile/dropout.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/operand.cuh"
 #include "cuda/tile/packed_tail.cuh"
@@ -35,8 +36,9 @@ struct ForwardKernel {
   // for exceeds() and for warps that skip tiles, above only if sums are early and the block's place is looked up again at the end.
   static constexpr bool kLight = kStaged && C.head_dim <= 64;
   static constexpr bool kEarlySums = kStaged && !kLight;
-  static constexpr bool kSkips = kLight && !kDrops;
-  static constexpr bool kPacked = C.head_dim < 128;  // lanes' addresses in one register
+  static constexpr bool kSkips = kLight;
+  // Lanes' addresses in one register: d 128 with dropout 344 TFLOP/s (336 with all keys exponentiated first; in more registers 325).
+  static constexpr bool kPacked = C.head_dim < 128 || kDrops;
   static constexpr bool kFast = C.head_dim <= 128 && sizeof(T) == 2;  // registers are left for the faster copies and finer steps
   static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));  // of a row
   static constexpr int kM = C.row_groups();      // row groups of 16 per warp
@@ -61,20 +63,15 @@ struct ForwardKernel {
   // Warps 32 threads apart by four share a scheduler: with a mask to the right, whose later rows see more, each gets as much.
   __device__ __forceinline__ static int warp_of_rows(int warp) { return sizeof(T) == 4 && C.num_warps == 8 && warp >= 4 ? 11 - warp : warp; }
 
-  // The block's place in the grid: split, batch entry and head; returns the row block. Row blocks lie inside heads, the longest first;
-  // with float32 and a mask to the right outside of all heads: a block takes so long there that the last ones are the tail.
+  // The block's place in the grid: split, batch entry and head; returns the row block. A section of heads takes turns, with the longest row
+  // blocks first.
   __device__ __forceinline__ int locate(unsigned index) {
     const int pack = kMayPack ? p.pack : 1;
     const int heads = p.sequence.num_heads_q / pack;
-    int block;
-    if (sizeof(T) == 4 && p.score.window_right >= 0) {
-      const unsigned others = gridDim.x / p.num_blocks;
-      block = p.num_blocks - 1 - static_cast<int>(index / others);
-      index %= others;
-    } else {
-      block = p.num_blocks - 1 - static_cast<int>(index % p.num_blocks);
-      index /= p.num_blocks;
-    }
+    const unsigned blocks = p.num_blocks, first = index / (p.section * blocks) * p.section, inside = index - first * blocks;
+    const unsigned width = min(static_cast<unsigned>(p.section), gridDim.x / blocks - first);
+    const int block = static_cast<int>(blocks - 1 - inside / width);
+    index = first + inside % width;
     first_head = static_cast<int>(index % heads) * pack;
     index /= heads;
     split = static_cast<int>(index % p.num_splits);
@@ -180,15 +177,50 @@ struct ForwardKernel {
       }
   }
 
-  // Zeroes the dropped probabilities of the 32 keys from column 8 n4 of the tile on.
-  __device__ __forceinline__ void drop(float (&x)[kM][kN][4], int j0, int n4, const Dropout& dropout) const {
-    const int64_t batch_head = static_cast<int64_t>(b) * p.sequence.num_heads_q + first_head;
-    const float limit = keep_limit(dropout);
+  // What of dropout's draws is fixed for this thread's rows. The general kernel, mostly without dropout, finds it out again for each draw.
+  struct Draws {
+    DropoutHead head;
+    DropoutHead::Part rows[kM];
+  };
+  __device__ __forceinline__ Draws draws_of_rows() const {
+    Draws draws{head_draws(resolve_dropout(p.score), static_cast<int64_t>(b) * p.sequence.num_heads_q + first_head), {}};
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      const Philox4 draw = dropout.draw(batch_head, (first_row + warp * kM * 16) / 16 + m, lane >> 2, j0 / 32 + n4 / 4, lane & 3);
+    for (int m = 0; m < kM; ++m) draws.rows[m] = draws.head.row_part((first_row / 16 + warp * kM + m) * 8 + (lane >> 2));
+    return draws;
+  }
+  // The draws for this thread's rows and 32 keys.
+  __device__ __forceinline__ void draw_keys(Philox4 (&drawn)[kM], int j0, const Draws& fixed) const {
+    const Draws draws = kGeneral ? draws_of_rows() : fixed;
+    const DropoutHead::Part keys = draws.head.column_part((j0 >> 3) + (lane & 3));
 #pragma unroll
-      for (int e = 0; e < 16; ++e) x[m][n4 + e / 4][e & 3] *= keep_factor(draw, e, limit);
+    for (int m = 0; m < kM; ++m) drawn[m] = draws.head.draw(draws.rows[m], keys);
+  }
+
+  // The operand of 16 keys, with zeros for what dropout takes; the sums have it. float32: in x, too, see pair_at().
+  __device__ __forceinline__ void operand_of_kept(OperandA<T> (&a)[kM], float (&x)[kM][kN][4], int step, const Philox4 (&drawn)[kM],
+                                                  bool drops) const {
+    const Dropout& dropout = p.score.dropout;
+    if constexpr (sizeof(T) == 4) {
+      if (drops)
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int n = 2 * step; n < 2 * step + 2; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const KeptPair kept = kept_pair(numbers_of(drawn[m], n % 4, half), dropout);
+              if (!kept.low) x[m][n][2 * half] = 0.f;
+              if (!kept.high) x[m][n][2 * half + 1] = 0.f;
+            }
+    }
+    operand_of<T>(a, x, step);
+    if constexpr (sizeof(T) == 2) {
+      if (drops)
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int quarter = 0; quarter < 4; ++quarter)
+            a[m].x[quarter] &= keep_mask(numbers_of(drawn[m], (2 * step + quarter / 2) % 4, quarter % 2), dropout);
     }
   }
 
@@ -374,7 +406,7 @@ struct ForwardKernel {
   // is inf or NaN.
   template <class LaneV>
   __device__ __forceinline__ void add_values(RowState<kM>& row, float (&x)[kM][kN][4], float (&o)[kM][kD][4], const LaneV& lane_v, float c,
-                                             int j0, const Dropout& dropout, bool drops, bool masked, bool nonfinite, uint32_t* marks,
+                                             int j0, const Draws& draws, bool drops, bool masked, bool nonfinite, uint32_t* marks,
                                              const T* v) const {
     if (!kSkips || masked || !row.settled || exceeds(row, x)) {
       update_reference<kGeneral>(row, x, o, c);
@@ -383,22 +415,27 @@ struct ForwardKernel {
     float shift[kM][2];
     make_shift(shift, row, x, c);
     // A group of keys at a time, so that the tensor cores work on one while the next is exponentiated: 16 keys, 32 where
-    // a draw of dropout serves 32, all where registers are short (d 128 with draws in between spilled 170 bytes).
-    constexpr int kGroup = !kFast || (kDrops && C.head_dim > 64) ? kN : kDrops ? 4 : 2;
+    // a draw may come between, all where registers are short.
+    constexpr int kGroup = !kFast || (kGeneral && C.head_dim > 64) ? kN : kGeneral ? 4 : 2;
+    // Steps whose draws come before the first product: all of them above d 128 (d 256 329 TFLOP/s, one after the other 311), else one.
+    constexpr int kAhead = kDrops && C.head_dim > 128 ? kN / 2 : 1;
     OperandA<T> operand[kN / 2][kM];
+    Philox4 drawn[kM];
 #pragma unroll
     for (int n = 0; n < kN; n += kGroup) {
       exponentials(row, shift, x, c, n, n + kGroup);
-      if constexpr (kDrops) {
-        if (drops)
 #pragma unroll
-          for (int n4 = n; n4 < n + kGroup; n4 += 4) drop(x, j0, n4, dropout);
-      }
+      for (int first = n / 2; first < (n + kGroup) / 2; first += kAhead) {
 #pragma unroll
-      for (int step = n / 2; step < (n + kGroup) / 2; ++step) {
-        operand_of<T>(operand[step], x, step);
-        if constexpr (kEarlySums) await_sums(operand[step], row);
-        multiply_bt<T>(o, operand[step], lane_v, step);
+        for (int step = first; step < first + kAhead; ++step) {
+          if (drops && step % 2 == 0) draw_keys(drawn, j0 + step * 16, draws);
+          operand_of_kept(operand[step], x, step, drawn, drops);
+        }
+#pragma unroll
+        for (int step = first; step < first + kAhead; ++step) {
+          if constexpr (kEarlySums) await_sums(operand[step], row);
+          multiply_bt<T>(o, operand[step], lane_v, step);
+        }
       }
     }
     if (nonfinite) {
@@ -438,10 +475,10 @@ struct ForwardKernel {
     }
     row.large = row.settled = false;
 
-    Dropout dropout;
-    if constexpr (kDrops) dropout = resolve_dropout(p.score);
-    const bool drops = kDrops && (kStaged || dropout.active());
-    const float scale_down = drops && dropout.active() ? dropout.scale : 1.f;
+    Draws draws{{0, 0, 0}, {}};
+    if constexpr (kDrops && !kGeneral) draws = draws_of_rows();
+    const bool drops = kDrops && (!kGeneral || p.score.dropout.active());
+    const float scale_down = kDrops && p.score.dropout.active() ? p.score.dropout.scale : 1.f;
 
     const int last_row = C.block_m - 1;
     const Range tiles = key_tiles(last_row);
@@ -524,7 +561,7 @@ struct ForwardKernel {
             float x[kM][kN][4] = {};
             multiply_rows<T, kSteps, kUnroll>(x, lane_q, lane_k);
             if (masked) mask(x, j0);
-            add_values(row, x, o, lane_v, c, j0, dropout, drops, masked, nonfinite, marks, v);
+            add_values(row, x, o, lane_v, c, j0, draws, drops, masked, nonfinite, marks, v);
           }
           if (kSkips && nonfinite) clear_marks(marks);
           advance();
@@ -578,7 +615,7 @@ struct ForwardKernel {
             if (nonfinite) clear_marks(marks);
             continue;
           }
-          add_values(row, x, o, lane_v, c, j0, dropout, drops, masked, nonfinite, marks, v);
+          add_values(row, x, o, lane_v, c, j0, draws, drops, masked, nonfinite, marks, v);
         }
       }
       ptx::cp_async_wait<0>();
@@ -590,8 +627,8 @@ struct ForwardKernel {
   }
 };
 
-// Grid: x = row block, longest first, inside head, inside split, inside batch entry (one more when rows are packed); float32 with a
-// mask to the right: row block outside all of them.
+// Grid: x = head in its section, inside row block, longest first, inside section of heads, splits and batch entries (one more when rows are
+// packed).
 template <ForwardConfig C>
 __device__ __forceinline__ void forward_sm80_block(const ForwardParams& p, unsigned char* shared) {
   using Kernel = ForwardKernel<C>;

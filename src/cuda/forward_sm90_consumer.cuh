@@ -7,6 +7,7 @@
 #include "cuda/ptx/tma.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/forward_sm90_shared.cuh"
+#include "cuda/tile/dropout.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/exact_rows.cuh"
 #include "cuda/tile/panel_sm90.cuh"
@@ -238,13 +239,17 @@ struct ConsumerSm90 {
       const Dropout dropout = resolve_dropout(p.forward.score);
       const Work& w = work(tile - 1);
       const int64_t head = static_cast<int64_t>(w.batch) * p.forward.sequence.num_heads_q + head_of_warp(w);
-      const int rows16 = (w.first_row + row_of_warp()) / 16, keys32 = first_key(n) / 32;
+      const DropoutHead draws(dropout.seed, dropout.offset, head);
+      const DropoutHead::Part row = draws.row_part((w.first_row + row_of_warp()) / 2 + (lane >> 2));
 #pragma unroll
       for (int x = 0; x < kS / 16; ++x) {
-        const Philox4 draw = dropout.draw(head, rows16, lane >> 2, keys32 + x, lane & 3);
+        const Philox4 draw = draws.draw(row, draws.column_part(first_key(n) / 8 + 4 * x + (lane & 3)));
 #pragma unroll
-        for (int e = 0; e < 16; ++e)
-          if (!keeps(draw, e, dropout.threshold << 16)) s[16 * x + e] = 0.f;
+        for (int pair = 0; pair < 8; ++pair) {
+          const KeptPair kept = kept_pair(numbers_of(draw, pair / 2, pair % 2), dropout);
+          if (!kept.low) s[16 * x + 2 * pair] = 0.f;
+          if (!kept.high) s[16 * x + 2 * pair + 1] = 0.f;
+        }
       }
     }
   }

@@ -73,6 +73,7 @@ struct ForwardParams {
   int64_t max_logit_batch, max_logit_head;
   int32_t pack;        // query heads of one key head that share a tile: row r is query r / pack, head r % pack of them
   int32_t num_blocks;  // row blocks of the longest sequence
+  int32_t section;     // heads whose row blocks take turns, see heads_together()
   int32_t num_splits;  // > 1: o and lse go to the workspace, split by split
   float* split_o;      // [split, row of (batch, head, query), split_columns]
   int32_t split_columns;  // head_dim_v, rounded up to a multiple of 8
@@ -129,9 +130,12 @@ struct BackwardParams {
   RowScalar lse, dlse;
   int64_t padded_rows;  // per head, all sequences
   float* lse_log2;      // [head, padded row]: lse * log2(e); +inf for a row that sees no key or does not exist
-  float* delta;         // [head, padded row]: rowsum(dout * o) - dlse
+  float* delta;         // [head, padded row]: delta_scale * (rowsum(dout * o) - dlse)
+  // The kernel for dropout leaves 1 / (1 - p) out of dS = P * (dP - delta): it is in the factor of dq and dk, and delta has 1 - p.
+  float delta_scale, gradient_scale;
   float* dq_sum;        // [head, padded row / 16, column / 8, lane, 4]: fragments of tensor-core tiles; null: no dq
   int32_t num_key_blocks, num_query_blocks;  // of the longest sequence
+  int32_t section;  // key heads whose key blocks take turns, see heads_together()
   // Deterministic: blocks take tickets, and the sums of a tile of queries are added in the order of the key blocks.
   bool deterministic;
   bool first_stores;  // sm_90a: who adds first to a tile stores, and sums to which nobody adds are never written

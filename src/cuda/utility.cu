@@ -2,6 +2,7 @@
 #include "cuda/append.cuh"
 #include "cuda/combine.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/tile/dropout.cuh"
 
 namespace tilewise::cuda {
 namespace {

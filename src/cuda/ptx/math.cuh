@@ -68,6 +68,23 @@ __device__ __forceinline__ float2 unpack<float16>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
+// A value that all lanes of the warp have, in uniform registers, as the reduction leaves it there.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __reduce_or_sync(0xffffffffu, x); }
+
+// Per half, as float16: is x below y, or with `flip` not below it (NaN is not)? 0xffff or 0; and as two conditions.
+__device__ __forceinline__ uint32_t below_mask(uint32_t x, uint32_t y, bool flip) {
+  uint32_t d;
+  asm("{.reg .pred f; setp.ne.u32 f, %3, 0; set.lt.xor.u32.f16x2 %0, %1, %2, f;}" : "=r"(d) : "r"(x), "r"(y), "r"(static_cast<uint32_t>(flip)));
+  return d;
+}
+__device__ __forceinline__ void below(uint32_t x, uint32_t y, bool flip, bool& low, bool& high) {
+  uint32_t p, q;
+  asm("{.reg .pred f, p, q; setp.ne.u32 f, %4, 0; setp.lt.xor.f16x2 p|q, %2, %3, f; selp.u32 %0, 1, 0, p; selp.u32 %1, 1, 0, q;}"
+      : "=r"(p), "=r"(q)
+      : "r"(x), "r"(y), "r"(static_cast<uint32_t>(flip)));
+  low = p != 0, high = q != 0;
+}
+
 // 0 * x + sum of a pair of 16-bit floats, or of one float: as bits, not 0 as soon as an x was inf or NaN.
 template <class T>
 __device__ __forceinline__ uint32_t add_zero_times(uint32_t x, uint32_t sum) {

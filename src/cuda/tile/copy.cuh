@@ -97,9 +97,10 @@ struct TileCopy {
     }
   }
 
-  // Zeroes the chunks of this thread that hold inf or NaN and marks them, one bit for 8 columns, in marks[row]; true if
+  // Zeroes the chunks of this thread that hold inf or NaN and marks them, one bit for 8 columns or kMark, in marks[row]; true if
   // there was one. For tiles in which some pair is masked: 0 * NaN must not reach a row that does not see the key. Call
   // between the end of the thread's own copies and the barrier that publishes the tile.
+  template <uint32_t kMark = 0>
   static __device__ __forceinline__ bool remove_nonfinite(uint32_t tile, uint32_t* marks) {
     uint32_t sum = 0;  // of zeros of either sign: NaN as soon as one chunk is not finite
     for_each([&](int row, int chunk) {
@@ -116,7 +117,7 @@ struct TileCopy {
         ptx::store_shared(address, make_uint4(0, 0, 0, 0));
         if constexpr (sizeof(T) == 4)  // and its neighbour of the same 8 columns; who reads that meanwhile sees either
           ptx::store_shared(tile + Layout::chunk_offset(row, chunk ^ 1), make_uint4(0, 0, 0, 0));
-        atomicOr(marks + row, 1u << chunk * kPerChunk / 8);
+        atomicOr(marks + row, kMark != 0 ? kMark : 1u << chunk * kPerChunk / 8);
         found = true;
       }
     });

@@ -8,6 +8,7 @@
 #pragma once
 #include "cuda/params.h"
 #include "cuda/ptx/math.cuh"
+#include "cuda/tile/dropout.cuh"
 #include "cuda/tile/score.cuh"
 
 namespace tilewise::cuda {
@@ -157,10 +158,11 @@ struct ExactRows {
     if constexpr (kOptions) {
       if (!p.score.dropout.active()) return;
       const Dropout dropout = resolve_dropout(p.score);
-      const Philox4 draw = dropout.draw(head, first_row / 16, lane() >> 2, j0 / 32, lane() & 3);
+      const DropoutHead draws(dropout.seed, dropout.offset, head);
+      const Philox4 draw = draws.draw(draws.row_part(first_row / 2 + (lane() >> 2)), draws.column_part(j0 / 32 * 4 + (lane() & 3)));
 #pragma unroll
       for (int e = 0; e < 16; ++e)
-        if (e / 8 == (j0 >> 4 & 1) && !keeps(draw, e, dropout.threshold << 16)) x[e / 4 % 2][e & 3] = 0.f;
+        if (e / 8 == (j0 >> 4 & 1) && !dropout.keeps(Dropout::number(draw, e))) x[e / 4 % 2][e & 3] = 0.f;
     }
   }
 

@@ -4,6 +4,7 @@
 #include "cuda/config_sm80.h"
 #include "cuda/params.h"
 #include "cuda/tile/copy.cuh"
+#include "cuda/tile/dropout.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/key_block.cuh"
 #include "cuda/tile/operand.cuh"
@@ -101,39 +102,51 @@ struct GradientSm80 {
           if (key_marks[key_row(m, e >> 1)] | query_marks[query_column(n) + (e & 1)]) x[m][n][e] = __int_as_float(0x7fffffff);
   }
 
-  // The draws for this thread's keys and queries i and i + 1 (i even), and the 16 rows around them. They are laid out for
-  // rows of queries: of the two that the thread needs, it makes the one of its own parity of key, and the lane of the
-  // neighbouring key has made the other.
-  __device__ __forceinline__ void make_draws(Philox4 (&draws)[2], const Dropout& dropout, int i, int head) const {
+  // A dropped pair's P is 0, not NaN, but 0 * dO is NaN where the pair is visible, which zeros in place of dO do not show: notes the keys of
+  // this block that see such a query, one bit each in `rows`.
+  static constexpr uint32_t kBadQ = 1, kBadDout = 2;  // marks of queries
+  __device__ __forceinline__ void note_nan_rows(uint32_t* rows, const uint32_t* query_marks, int i0, int head) const {
+    for (int r = threadIdx.x; r < kBlockN; r += C.num_threads()) {
+      const int j = key_block * kBlockN + r;
+      const Range queries = visible_queries(p.score, j, s.seqlen_q, s.seqlen_k);
+#pragma unroll 1
+      for (int i = max(i0, queries.begin); i < min(i0 + kBlockM, queries.end); ++i)
+        if ((query_marks[i - i0] & kBadDout) != 0 && visible(p.score, score_row(p.score, s, b, head, i), j)) atomicOr(rows + r / 32, 1u << r % 32);
+    }
+  }
+
+  // The numbers of dropout for this thread's keys and queries i, i + 1 (i even) and i + 8, i + 9. Draws belong to rows of queries; here keys
+  // are rows, so of the two draws that a thread needs it makes the one of its own parity of key, and keeps the halves of that parity. The
+  // others it gives to the lane of the neighbouring key, which has made the other one.
+  struct Numbers {
+    uint32_t own[kM], other[kM];  // words of 32 keys, 16 at a time: key group of 8 in the half
+    uint32_t swap;                // `own` is of query i + 1
+
+    // Of a pair of queries and key (m, half): those of a Dropout::number each.
+    __device__ __forceinline__ uint32_t at(bool second_rows, int m, int half) const {
+      const uint32_t selector = second_rows ? (half ? 0x6521 : 0x4703) : (half ? 0x7632 : 0x5410);
+      return __byte_perm(own[m], other[m], selector ^ swap);
+    }
+  };
+  __device__ __forceinline__ Numbers draw_numbers(const Dropout& dropout, int i, int head) const {
     static_assert(kM <= 2);  // one block of 32 columns
     const int parity = lane >> 2 & 1;
-    const Philox4 own = dropout.draw(static_cast<int64_t>(b) * p.sequence.num_heads_q + head, i >> 4, (i & 7) + parity,
-                                     (key_block * kBlockN + key_row(0, 0)) >> 5, lane >> 3);
+    const DropoutHead draws(dropout.seed, dropout.offset, static_cast<int64_t>(b) * p.sequence.num_heads_q + head);
+    const DropoutHead::Part keys = draws.column_part(((key_block * kBlockN + key_row(0, 0)) >> 5) * 4 + (lane >> 3));
+    const Philox4 draw = draws.draw(draws.row_part((i >> 4) * 8 + (i & 7) + parity), keys);
+    Numbers numbers;
+    numbers.swap = parity ? 0x4444 : 0;
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, own.word[n], 4);
-      draws[0].word[n] = parity ? other : own.word[n];
-      draws[1].word[n] = parity ? own.word[n] : other;
+    for (int m = 0; m < kM; ++m) {
+      uint32_t first = draw.word[2 * m], second = draw.word[2 * m + 1];
+      if (kM == 1 && (key_block * (kBlockN / 16) + warp / kSplit) % 2 == 1) first = draw.word[2], second = draw.word[3];
+      numbers.own[m] = __byte_perm(first, second, parity ? 0x7632 : 0x5410);
+      numbers.other[m] = __shfl_xor_sync(0xffffffffu, __byte_perm(first, second, parity ? 0x5410 : 0x7632), 4);
     }
-    // Odd keys are the odd elements of a draw, and of a warp's only tile of eight queries may be the second of 16: move their
-    // windows to those of even ones and of the first tile. Element 15's second byte is byte 0.
-    const int shift = kN == 1 ? parity * 8 + (i >> 3 & 1) * 16 : 8;
-    if (kN == 1 ? shift == 0 : !parity) return;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const uint32_t first = draws[c].word[0];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) draws[c].word[n] = __funnelshift_r(draws[c].word[n], n == 3 ? first : draws[c].word[n + 1], shift);
-    }
+    return numbers;
   }
-  // Place of (query tile n, key group m, half) in a draw, its key's parity removed: Dropout::element. kM == 1: the warp has one
-  // of the two groups of 16 keys in a block of 32; swap_halves() has put it first.
-  __device__ __forceinline__ static constexpr int keep_index(int n, int m, int half) { return (2 * m + half) * 4 + (n & 1) * 2; }
-  __device__ __forceinline__ void swap_halves(Philox4 (&draws)[2]) const {
-    if (kM == 2 || (key_block * (kBlockN / 16) + warp / kSplit) % 2 == 0) return;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) draws[c].word[0] = draws[c].word[2], draws[c].word[1] = draws[c].word[3];
-  }
+  // Are these queries rows g + 8 of the draws?
+  __device__ __forceinline__ static bool second_rows(int i, int n) { return kN == 1 ? (i >> 3 & 1) != 0 : n % 2 == 1; }
 
   // x: S^T becomes P^T (dropped and scaled, as dV wants it); dp: dP^T becomes dS^T, the gradient of scale * (q . k).
   // Masked: zero where a query does not see a key. Not by a product: dP of such a pair may be NaN.
@@ -151,22 +164,23 @@ struct GradientSm80 {
           queries[m][half].end -= i0 + query_column(0);
         }
     }
-    Philox4 draws[2];
-    const float limit = keep_limit(dropout);
+    Numbers numbers;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
       const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
-      if (kDrops && n % 2 == 0) make_draws(draws, dropout, i0 + query_column(n), head), swap_halves(draws);
+      if (kDrops && n % 2 == 0) numbers = draw_numbers(dropout, i0 + query_column(n), head);
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           x[m][n][e] = ptx::exp2_approx(fmaf(x[m][n][e], c, e & 1 ? -lse.y : -lse.x));
-          if constexpr (kDrops) {  // dV is scaled by 1 / (1 - p) at the end
-            const float kept = keep_factor(draws[e & 1], keep_index(n, m, e >> 1), limit);
-            dp[m][n][e] = x[m][n][e] * fmaf(dp[m][n][e], kept * dropout.scale, e & 1 ? -delta.y : -delta.x);
-            x[m][n][e] *= kept;
+          if constexpr (kDrops) {  // 1 / (1 - p) comes at the end, into dV, dK and dQ; delta carries 1 - p
+            const KeptPair pair = kept_pair(numbers.at(second_rows(i0 + query_column(n), n), m, e >> 1), dropout);
+            const float without = x[m][n][e] * -(e & 1 ? delta.y : delta.x);
+            const bool kept = e & 1 ? pair.high : pair.low;
+            dp[m][n][e] = kept ? fmaf(x[m][n][e], dp[m][n][e], without) : without;
+            if (!kept) x[m][n][e] = 0.f;
           } else {
             dp[m][n][e] = x[m][n][e] * (dp[m][n][e] - (e & 1 ? delta.y : delta.x));
           }
@@ -225,13 +239,12 @@ struct GradientSm80 {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         queries[m][half] = visible_queries(score, j0 + key_row(m, half), s.seqlen_q, s.seqlen_k);
-    Philox4 draws[2];
-    const float limit = keep_limit(dropout);
+    Numbers numbers;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
       const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
-      if (drops && n % 2 == 0) make_draws(draws, dropout, i0 + query_column(n), head), swap_halves(draws);
+      if (drops && n % 2 == 0) numbers = draw_numbers(dropout, i0 + query_column(n), head);
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -253,11 +266,17 @@ struct GradientSm80 {
             logit += bias;
           }
           const float probability = ptx::exp2_approx(fmaf(logit, kLog2E, column ? -lse.y : -lse.x));
-          const float factor = !drops ? 1.f : dropout.scale * keep_factor(draws[column], keep_index(n, m, half), limit);
-          const float gradient = sees ? probability * (dp[m][n][e] * factor - (column ? delta.y : delta.x)) : 0.f;
+          float dropped = probability, change = dp[m][n][e];  // P and dP after dropout
+          if (drops) {
+            const KeptPair pair = kept_pair(numbers.at(second_rows(i0 + query_column(n), n), m, half), dropout);
+            const bool kept = column ? pair.high : pair.low;
+            dropped = kept ? probability * dropout.scale : 0.f;
+            change = kept ? change * dropout.scale : 0.f;
+          }
+          const float gradient = sees ? probability * (change - (column ? delta.y : delta.x)) : 0.f;
           if (p.dbias.sum && sees) add_dbias(dbias_base + i * p.dbias.row + j * p.dbias.key, gradient);
           if (p.dalibi_parts) dalibi -= gradient * distance;
-          x[m][n][e] = sees ? probability * factor : 0.f;
+          x[m][n][e] = sees ? dropped : 0.f;
           dp[m][n][e] = sees ? gradient * derivative : 0.f;
         }
     }

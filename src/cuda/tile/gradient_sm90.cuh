@@ -268,7 +268,7 @@ struct GradientSm90 {
     }
   }
   __device__ __forceinline__ void store_dk(const float (&dk)[kD]) const {
-    store(p.backward.dk, p.backward.dk_is_float, p.dk_aligned, dk, p.backward.score.scale, p.backward.head_dim);
+    store(p.backward.dk, p.backward.dk_is_float, p.dk_aligned, dk, p.backward.gradient_scale, p.backward.head_dim);
   }
   __device__ __forceinline__ void store_dv(const float (&dv)[kD]) const {
     store(p.backward.dv, p.backward.dv_is_float, p.dv_aligned, dv, 1.f, p.backward.head_dim_v);

@@ -54,34 +54,4 @@ __device__ __forceinline__ float capped(const ScoreParams& p, float dot) {
   return p.softcap > 0 ? p.softcap * tanh_of(x / p.softcap) : x;
 }
 
-// The call's dropout with the state that is read from device memory.
-__device__ __forceinline__ Dropout resolve_dropout(const ScoreParams& p) {
-  Dropout dropout = p.dropout;
-  if (p.rng_state) {
-    dropout.seed = static_cast<uint64_t>(p.rng_state[0]);
-    dropout.offset = static_cast<uint64_t>(p.rng_state[p.rng_stride]);
-  }
-  return dropout;
-}
-
-// Is element e of a draw kept: 1 or 0, to multiply with. The 16-bit number of Dropout::number becomes the float 2^23 + number
-// by a byte permute (two, where its bytes lie in two words), and the saturated difference to the threshold is the answer.
-// Comparing and selecting would be twice the work of the integer pipe, which dropout keeps busier than any other.
-__device__ __forceinline__ float keep_factor(const Philox4& draw, int e, float limit) {
-  constexpr uint32_t kTwo23 = 0x4b000000u;
-  const uint32_t word = draw.word[e >> 2];
-  const uint32_t number = (e & 3) < 3 ? __byte_perm(word, kTwo23, 0x7400 | (e & 3) << 4 | ((e & 3) + 1))
-                                      : __byte_perm(__byte_perm(word, draw.word[(e + 1 & 15) >> 2], 0x0034), kTwo23, 0x7410);
-  return __saturatef(limit - __uint_as_float(number));
-}
-
-// The same as a comparison with threshold << 16; what lies below the number in the word does not change it.
-__device__ __forceinline__ bool keeps(const Philox4& draw, int e, uint32_t threshold_high) {
-  const int next = (e + 1) & 15;
-  const uint32_t high = __byte_perm(draw.word[e >> 2], draw.word[next >> 2], (e & 3) << 12 | (4 + (next & 3)) << 8);
-  return high < threshold_high;
-}
-
-__device__ __forceinline__ float keep_limit(const Dropout& dropout) { return 8388608.f + static_cast<float>(dropout.threshold); }
-
 }  // namespace tilewise::cuda
