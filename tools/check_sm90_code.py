@@ -66,9 +66,9 @@ def read(code, loaded):
 
 
 def faults(name, code):
-    # First tile; the steps inside a tile, without and with a mask (ScoreKind::kGeneral: one for both), and the one across
-    # tiles; last product.
-    steps = 2 if "ScoreKindE1" in name else 3
+    # First tile; the steps inside a tile, without and with a mask (ScoreKind::kGeneral: one for both; kWhole: no mask), and the one
+    # across tiles; last product.
+    steps = 3 if "ScoreKindE0" in name else 2
     pipeline = ["start", "fence", "wait0"] + ["fence", "fence", "wait1", "wait0"] * steps + ["fence", "wait0"]
     found, counts, text, bad = read(code, "Q, K and twice V")
     d256 = "Sm90ShapeE6E" in name  # its threads write O

@@ -15,6 +15,7 @@ enum class RowSum : int {
 enum class ScoreKind : int {
   kPlain,    // scale, windows, sinks
   kGeneral,  // also softcap, ALiBi, max_logit, a negative scale
+  kWhole,    // scale alone, and no edges: all rows of all tiles exist and see all keys, whole key tiles; a tile has one block
 };
 
 enum class Sm90Shape : int {
@@ -46,6 +47,7 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }  // of 64 columns, 128 bytes a row
   TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (consumers + 1); }
   TW_HOST_DEVICE constexpr bool general() const { return score == ScoreKind::kGeneral; }
+  TW_HOST_DEVICE constexpr bool whole() const { return score == ScoreKind::kWhole; }
   TW_HOST_DEVICE constexpr bool ones() const { return row_sum == RowSum::kOnesColumn; }
   TW_HOST_DEVICE constexpr int pv_columns() const { return head_dim + (ones() ? 8 : 0); }
 
@@ -88,13 +90,15 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int max_skip() const { return (block_m() - 64) / block_n; }
   TW_HOST_DEVICE constexpr bool skips() const { return max_skip() > 0; }
   static constexpr int kWorkBytes = 64;  // sizeof(Work)
-  TW_HOST_DEVICE constexpr int o_box_offset() const { return work_offset() + kWorkSlots * kWorkBytes; }
-  TW_HOST_DEVICE constexpr int again_offset() const { return o_box_offset() + consumers * 32; }
+  TW_HOST_DEVICE constexpr int staged_offset() const { return work_offset() + kWorkSlots * kWorkBytes; }
+  TW_HOST_DEVICE constexpr int again_offset() const { return staged_offset() + consumers * 8; }
   TW_HOST_DEVICE constexpr int shared_bytes() const { return again_offset() + consumers * 16; }
 
   // Can several blocks do a tile together? Not where tiles differ in length, and with more than two consumers there are no
   // registers for it.
-  TW_HOST_DEVICE constexpr bool shares_tiles() const { return consumers == 2 && !general() && shape != Sm90Shape::kD128Short; }
+  TW_HOST_DEVICE constexpr bool shares_tiles() const {
+    return consumers == 2 && score == ScoreKind::kPlain && shape != Sm90Shape::kD128Short;
+  }
   // A part of a tile on its way to the block that finishes it: O as its threads hold it, and four statistics a thread.
   TW_HOST_DEVICE constexpr int part_floats() const { return consumers * 128 * (pv_columns() / 2 + 4); }
   TW_HOST_DEVICE constexpr int part_flags() const { return consumers * 4; }
@@ -104,6 +108,7 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr bool exists() const {
     if (shape == Sm90Shape::kD64General && !general()) return false;
     if (general() && shape != Sm90Shape::kD64General && shape != Sm90Shape::kD128Short && shape != Sm90Shape::kD256) return false;
+    if (whole() && shape != Sm90Shape::kD128) return false;  // others: Q's descriptors leave the uniform registers
     const bool pays = head_dim == 128 || (head_dim == 64 && element == Element::kBfloat16 && shape != Sm90Shape::kD64);
     return !ones() || (!general() && pays);
   }

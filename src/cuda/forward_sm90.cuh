@@ -27,30 +27,41 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
 
   ptx::let_next_kernel_start();
-  if (threadIdx.x == 0) {
-    // Unrolled, addresses are one register and a number, an instruction each; a loop takes fifteen and a fence a barrier, 1 us.
-#pragma unroll
-    for (int n = 0; n < C.num_barriers(); ++n) ptx::mbarrier_init(shared.barrier(n), shared.arrivals(n));
-    ptx::mbarrier_init_fence();
-  } else if (threadIdx.x == 32) {
+  if (threadIdx.x == 64) {  // without, the first copy waits for the description too: 1 % at 512 keys
     ptx::tma_prefetch(p.q);
     ptx::tma_prefetch(p.k);
     ptx::tma_prefetch(p.v);
     ptx::tma_prefetch(p.o);
   }
-  if constexpr (C.ones()) {
-    const uint32_t one = ptx::pack<typename ElementType<kElement>::Type>(1.f, 1.f);
-    for (int stage = 0; stage < (C.panels() > 1 ? C.stages : 1); ++stage)
-      for (int n = threadIdx.x; n < C.ones_bytes() / 4; n += C.num_threads())
-        ptx::store_shared(shared.ones(stage) + 4 * n, one);
-    ptx::fence_async_shared();
+  // The warps that load need the barriers alone, not the ones, and go ahead.
+  constexpr int kLoaders = 15;  // a named barrier that consumers do not use
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp == 1) {
+    if (lane == 0) {
+      // Unrolled, addresses are one register and a number, an instruction each; a loop takes fifteen and a fence a barrier, 1 us.
+#pragma unroll
+      for (int n = 0; n < C.num_barriers(); ++n) ptx::mbarrier_init(shared.barrier(n), shared.arrivals(n));
+      ptx::mbarrier_init_fence();
+    }
+    __syncwarp();
+    ptx::barrier_arrive(kLoaders, 64);
+    ptx::barrier_arrive(0, C.num_threads() - 32);
+  } else if (warp == 0) {
+    ptx::barrier_sync(kLoaders, 64);
+  } else {
+    if constexpr (C.ones())
+      if (warpgroup > 0) {
+        const uint32_t one = ptx::pack<typename ElementType<kElement>::Type>(1.f, 1.f);
+        for (int stage = 0; stage < (C.panels() > 1 ? C.stages : 1); ++stage)
+          for (int n = threadIdx.x - 128; n < C.ones_bytes() / 16; n += C.num_threads() - 128)
+            ptx::store_shared(shared.ones(stage) + 16 * n, make_uint4(one, one, one, one));
+        ptx::fence_async_shared();
+      }
+    ptx::barrier_sync(0, C.num_threads() - 32);
   }
-  __syncthreads();
 
   if (warpgroup == 0) {
     ptx::give_registers<C.producer_registers()>();
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
     if (warp == 0 && (C.general() || lane == 0)) {
       ptx::wait_for_previous_kernels();
       load_keys_and_values<C>(p, shared, memory, C.general() ? lane : 0);
@@ -64,8 +75,7 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
     }
   } else {
     ptx::take_registers<C.consumer_registers()>();
-    ConsumerSm90<C> consumer{p, shared, memory, warpgroup - 1, static_cast<int>(threadIdx.x % 128 / 32),
-                             static_cast<int>(threadIdx.x % 32)};
+    ConsumerSm90<C> consumer{p, shared, memory, warpgroup - 1, warp % 4, lane};
     consumer.run();
   }
 }

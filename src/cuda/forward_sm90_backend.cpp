@@ -93,6 +93,17 @@ ForwardSm90Config choose(const tw_problem& p, const Choice& wanted = {}) {
   return find_shape(p, wanted, &found) ? found : choose_default(p);
 }
 
+// The kernel for problems without edges, if this is one and its tiles have one block each.
+ForwardSm90Config simplest(const tw_problem& p, const ForwardSm90Config& config, int64_t sharing_blocks) {
+  const int64_t left = mask_of(p).left;
+  const uint32_t edges = TW_HAS_SEQUSED_Q | TW_HAS_SEQUSED_K | TW_HAS_LEFTPAD_K | TW_HAS_CACHE_BATCH_IDX | TW_HAS_SINK;
+  const bool whole = config.score == ScoreKind::kPlain && sharing_blocks == 0 && (p.features & edges) == 0 &&
+                     p.q_layout == TW_DENSE && p.k_layout == TW_DENSE && !ends_differ(p) && (left < 0 || left >= p.seqlen_k) &&
+                     p.seqlen_q % config.block_m() == 0 && p.seqlen_k % config.block_n == 0;
+  const ForwardSm90Config simple = forward_sm90_config(config.element, config.shape, config.row_sum, ScoreKind::kWhole);
+  return whole && simple.exists() ? simple : config;
+}
+
 const Sm90Kernels* find_kernels(const tw_problem& p) {
   for (const Sm90Kernels& kernels : kKernels)
     if (kernels.element == element_of(p) && kernels.head_dim == choose(p).head_dim) return &kernels;
@@ -167,10 +178,10 @@ Cut cut_forward(const tw_problem& p, const ForwardSm90Config& config, int multip
 
 // Heads whose tiles are in flight together under a causal mask. Their K and V should stay in the L2 cache (60 MB), and
 // there should be enough tiles of every length to fill the gaps at the end. Measured best: 33 MB from 2k keys on, 16 at
-// 1k and 8 at 512, but never under 8 key heads.
+// 1k and 8 at 512, at d 256 twice as much there, but never under 8 key heads.
 int64_t section_heads(const tw_problem& p, const ForwardSm90Config& config) {
-  const int64_t keys = std::max<int64_t>(p.seqlen_k, 1);
-  const int64_t bytes = std::clamp<int64_t>(keys << 14, int64_t{8} << 20, int64_t{33} << 20);
+  const int64_t keys = std::max<int64_t>(p.seqlen_k, 1), width = config.head_dim > 128 ? 2 : 1;
+  const int64_t bytes = std::clamp<int64_t>(width * (keys << 14), width * (int64_t{8} << 20), int64_t{33} << 20);
   const int64_t heads = std::max<int64_t>(8, bytes / (keys * config.head_dim * 4));
   return std::min(heads * group_size(p), p.batch * p.num_heads_q);
 }
@@ -236,8 +247,9 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     general.problem.num_splits = 1;
     return run_forward_sm80(general, t, workspace, stream);
   }
-  const ForwardSm90Config config = choose(p, plan.target.choice);
-  const Cut cut = cut_forward(p, config, device_facts(plan.target.device_index).multiprocessors);
+  const ForwardSm90Config chosen = choose(p, plan.target.choice);
+  const Cut cut = cut_forward(p, chosen, device_facts(plan.target.device_index).multiprocessors);
+  const ForwardSm90Config config = simplest(p, chosen, cut.sharing_blocks);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
 
@@ -334,6 +346,11 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   params.parts = reinterpret_cast<float*>(behind_counter + cut.again_bytes);
   params.part_ready = reinterpret_cast<unsigned long long*>(behind_counter + cut.again_bytes + cut.part_bytes);
   params.again_stride = static_cast<int32_t>(cut.again_stride);
+  params.by_blocks = Divisor::of(order.num_blocks);
+  params.by_section_heads = Divisor::of(std::max(1, order.section_heads));
+  params.by_section_tiles = Divisor::of(std::max(1, order.section_heads) * int64_t{order.num_blocks});
+  params.by_heads_q = Divisor::of(p.num_heads_q);
+  params.by_group = Divisor::of(group_size(p));
 
   if (const int error = find_kernels(p)->launch(config, params, static_cast<int>(cut.grid), stream); error != 0)
     return device_error("forward_sm90", error);

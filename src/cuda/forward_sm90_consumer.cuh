@@ -24,6 +24,9 @@ struct ConsumerSm90 {
   static constexpr int kO = C.pv_columns() / 2;
   static constexpr int kQ = C.q_in_registers ? C.head_dim / 4 : 1;
   static constexpr bool kSum = !C.ones();
+  // Is the store warp told of a tile's O behind the products of the next step? Gains 1 to 2 % with few keys, and costs as much under a
+  // causal mask, whose inner steps have no clock to spare.
+  static constexpr bool kLate = C.whole() && C.store_warps();
   static constexpr Noted kNoted = kSum ? Noted::kSum : C.element == Element::kFloat16 ? Noted::kMaximum : Noted::kNothing;
 
   const ForwardSm90Params& p;
@@ -36,8 +39,9 @@ struct ConsumerSm90 {
   uint32_t query[kQ];
   RowStatistics rows;
   bool o_empty = true;  // the next product starts a tile: it does not add to what O holds
-  bool again = false;       // this thread's rows of that tile are to be computed again
-  bool look = false;        // its values may not be finite
+  int untold = -1;          // kLate: Work of a tile whose O is staged, until the store warp is told
+  float untold_lse[2];
+  bool told_last = false;   // the store warp knows that there is no more
   Ring<C.q_slots> q;
   Ring<C.stages> k, v;
   uint32_t o_parity = 1;
@@ -60,9 +64,9 @@ struct ConsumerSm90 {
     if constexpr (C.ping_pong) ptx::barrier_arrive(1 + (consumer + 1 == C.consumers ? 0 : consumer + 1), 256);
   }
   // Rows are counted in their head of the tile; several heads may share a tile.
-  __device__ __forceinline__ int in_head(int row) const { return row & ((1u << p.order.row_bits) - 1); }
+  __device__ __forceinline__ int in_head(int row) const { return C.whole() ? row : row & ((1u << p.order.row_bits) - 1); }
   __device__ __forceinline__ int head_of_warp(const Work& w) const {
-    return w.head + ((consumer * 64 + warp * 16) >> p.order.row_bits);
+    return w.head + (C.whole() ? 0 : (consumer * 64 + warp * 16) >> p.order.row_bits);
   }
   __device__ __forceinline__ int row_of_warp() const { return in_head(consumer * 64 + warp * 16); }
   __device__ __forceinline__ int row_of_thread(int half) const { return row_of_warp() + half * 8 + (lane >> 2); }
@@ -72,11 +76,11 @@ struct ConsumerSm90 {
 
   // Key past the last one of this consumer's first key tile.
   __device__ __forceinline__ int top_key(const Work& w, int skip) const {
-    return key_tiles<C.block_n, C.general()>(p, w).top - skip * C.block_n;
+    return key_tiles<C>(p, w).top - skip * C.block_n;
   }
   // Whole key tiles beyond the ends of all of this consumer's rows.
   __device__ __forceinline__ int skipped(const Work& w, const KeyTiles& tiles) const {
-    if (!C.skips() || p.window_right < 0) return 0;
+    if (C.whole() || !C.skips() || p.window_right < 0) return 0;
     const int end = w.first_row + w.seqlen_k - w.seqlen_q + p.window_right + first_of_consumer() + rows_of_consumer();
     return min(tiles.count - 1, max(0, tiles.top - end) / C.block_n);
   }
@@ -84,8 +88,10 @@ struct ConsumerSm90 {
   __device__ __forceinline__ bool next_tile() {
     ptx::mbarrier_wait(shared.q_full(q.stage), q.parity);
     const Work w = work(tile);
-    if (w.first_row < 0) return false;
-    ++tile;
+    if constexpr (!kLate) {
+      if (w.first_row < 0) return false;
+      ++tile;
+    }
     if constexpr (C.q_in_registers) {
       const uint32_t s_q = shared.q(q.stage);
       const int r = consumer * 64 + warp * 16 + (lane & 15);
@@ -97,9 +103,17 @@ struct ConsumerSm90 {
       release(shared.q_empty(q.stage));
       q.advance();
     }
-    const KeyTiles tiles = key_tiles<C.block_n, C.general()>(p, w);
+    if constexpr (kLate) {  // Q was taken before this was known: it may be what lay there
+      if (w.first_row < 0) return false;
+      ++tile;
+    }
+    const KeyTiles tiles = key_tiles<C>(p, w);
     const int skip = skipped(w, tiles);
     steps = tiles.count - skip;
+    if constexpr (C.whole()) {
+      unmasked_steps = steps;
+      return true;
+    }
     int low = 0;  // first key that all rows see
     if (p.window_left >= 0)
       low = max(0, w.first_row + first_of_consumer() + rows_of_consumer() - 1 + w.seqlen_k - w.seqlen_q - p.window_left);
@@ -192,6 +206,7 @@ struct ConsumerSm90 {
 
   __device__ __forceinline__ int first_key(int n) const { return top_key(work(tile - 1), next_skip_v) - (n + 1) * C.block_n; }
   __device__ __forceinline__ void mask_first(float (&s)[kS]) const {
+    if constexpr (C.whole()) return;
     if (unmasked_steps == 0)
       mask<true, true>(s, work(tile - 1), first_key(0));
     else if (upper_steps > 0)
@@ -279,6 +294,7 @@ struct ConsumerSm90 {
     ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
     issue_output();
     pass_turn();
+    tell();
   }
 
   // A step inside a tile.
@@ -341,11 +357,10 @@ struct ConsumerSm90 {
     v.advance();
     if constexpr (kSum) rows.sum[0] = noted[0], rows.sum[1] = noted[1];
     pack(s);
-    const Work& done = work(tile - 2);
-    if (is_part(done))  // a block finishes no part before its last one
+    if (is_part(work(tile - 2)))  // a block finishes no part before its last one
       hand_over(done_rows);
     else
-      finish(done, end);
+      finish(tile - 2, end, false);
     o_empty = true;
     skip_values();
   }
@@ -372,6 +387,7 @@ struct ConsumerSm90 {
     ptx::mbarrier_wait(shared.v_full(v.stage), v.parity);
     issue_output();
     pass_turn();
+    tell();
     const Work& done = work(tile - 1);
     Ending end = begin_ending(done, rows);
     ptx::wgmma_wait<0>();
@@ -384,11 +400,12 @@ struct ConsumerSm90 {
       end = begin_ending(done, rows);
       end.flags |= kLook;  // a part that counts for nothing may have held infinities
     }
-    finish(done, end);
+    finish(tile - 1, end, true);
   }
 
   // The end of a tile: o = O / sum, lse, and a note of rows to be computed again. What needs no O is done while the tensor
-  // cores still work on it; one vote of the warp finds out whether anything is out of the ordinary.
+  // cores still work on it; one vote of the warp finds out whether anything is out of the ordinary. The warpgroup issues no
+  // products from here to the next step, and the other one soon waits for it: 100 clocks are 1 % of a tile of 512 keys.
   struct Ending {
     uint32_t flags;
     float inverse[2];
@@ -398,33 +415,39 @@ struct ConsumerSm90 {
   static constexpr uint32_t kNoRows = 4;  // block_m reaches past the end
   static constexpr uint32_t kTail = 8;    // of a packed sequence: the next one's rows follow, a box would overwrite them
   static constexpr uint32_t kLook = 16;   // values may not be finite
-  static constexpr uint32_t kAgain = 32, kEmpty = 64;  // some row of the warp has to be computed again, sees no key
+  static constexpr uint32_t kAgain = 32;  // some row of the warp has to be computed again
 
   __device__ __forceinline__ Ending begin_ending(const Work& done, const RowStatistics& statistics) const {
     const ForwardParams& f = p.forward;
-    const int first = done.first_row + first_of_consumer();
     Ending end;
-    end.flags = (first >= done.capacity_q ? kNoRows : 0) |
-                (f.sequence.packed_q && first + rows_of_consumer() > done.capacity_q ? kTail : 0) |
-                (p.check ? kLook : 0);
+    end.flags = kSees | kSees << 1 | (!C.whole() && p.check ? kLook : 0);
+    if (!C.whole() && !done.plain) {
+      const int first = done.first_row + first_of_consumer();
+      end.flags = (first >= done.capacity_q ? kNoRows : 0) |
+                  (f.sequence.packed_q && first + rows_of_consumer() > done.capacity_q ? kTail : 0) |
+                  (p.check ? kLook : 0);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = done.first_row + row_of_thread(half);
-      const int diagonal = i + done.seqlen_k - done.seqlen_q;
-      const int last_key = p.window_right < 0 ? done.seqlen_k - 1 : min(done.seqlen_k - 1, diagonal + p.window_right);
-      const int first_key = p.window_left < 0 ? 0 : max(0, diagonal - p.window_left);
-      end.flags |= i < done.seqlen_q && last_key >= first_key ? kSees << half : 0;
+      for (int half = 0; half < 2; ++half) {
+        const int i = done.first_row + row_of_thread(half);
+        const int diagonal = i + done.seqlen_k - done.seqlen_q;
+        const int last_key = p.window_right < 0 ? done.seqlen_k - 1 : min(done.seqlen_k - 1, diagonal + p.window_right);
+        const int first_key = p.window_left < 0 ? 0 : max(0, diagonal - p.window_left);
+        end.flags |= i < done.seqlen_q && last_key >= first_key ? kSees << half : 0;
+      }
     }
     const uint32_t mine = end.flags;  // the vote will add those of other lanes
     if constexpr (kSum) {
       const float weight[2] = {ptx::quad_sum(statistics.sum[0]), ptx::quad_sum(statistics.sum[1])};
-      const float sink = f.score.sink ? f.score.sink[head_of_warp(done) * f.score.sink_head] * kLog2E : kMinusInf;
-      const float sum[2] = {weight[0] + ptx::exp2_approx(sink - statistics.reference[0]),
-                            weight[1] + ptx::exp2_approx(sink - statistics.reference[1])};
+      float sink = kMinusInf, sum[2] = {weight[0], weight[1]};
+      if (!C.whole() && f.score.sink) {
+        sink = f.score.sink[head_of_warp(done) * f.score.sink_head] * kLog2E;
+        sum[0] += ptx::exp2_approx(sink - statistics.reference[0]);
+        sum[1] += ptx::exp2_approx(sink - statistics.reference[1]);
+      }
       divide(end, weight, sum);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        end.lse[half] = mine & (kSees << half) ? (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2
+        end.lse[half] = C.whole() || mine & (kSees << half) ? (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2
                         : done.first_row + row_of_thread(half) < done.seqlen_q ? sink * kLn2 : kMinusInf;
     }
     if constexpr (C.general()) {
@@ -442,70 +465,74 @@ struct ConsumerSm90 {
     return end;
   }
 
-  // The inverse sums, and the vote. weight: of the keys; sum: with the sink.
+  // The inverse sums. weight: of the keys; sum: with the sink.
   __device__ __forceinline__ void divide(Ending& end, const float (&weight)[2], const float (&sum)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool sees = end.flags & (kSees << half);
+      const bool sees = C.whole() || end.flags & (kSees << half);
       // The first tile's maximum is in the sum, so in float32 it is never small unless something went wrong.
       if (sees && !(weight[half] > 0x1p-60f && sum[half] < 0x1p127f)) end.flags |= kAgain;
       // |O| <= sum max |V| cannot overflow while the sum is below 1, nor in float16, whose V end at 2^16.
-      if (C.element == Element::kBfloat16 && weight[half] >= 1.f) end.flags |= kLook;
-      if (!sees) end.flags |= kEmpty;
+      // A row that sees no key has O = 0 or, from masked values that are not finite, NaN.
+      if ((C.element == Element::kBfloat16 && weight[half] >= 1.f) || !sees) end.flags |= kLook;
       end.inverse[half] = sees ? ptx::reciprocal_approx(sum[half]) : 0.f;
       if constexpr (C.general()) end.inverse[half] *= p.forward.score.dropout.active() ? p.forward.score.dropout.scale : 1.f;
     }
-    end.flags = __reduce_or_sync(0xffffffffu, end.flags);
   }
 
-  __device__ __forceinline__ void finish(const Work& done, Ending& end) {
+  // number: of the tile's Work; last: this consumer has no other tile.
+  __device__ __forceinline__ void finish(unsigned number, Ending& end, bool last) {
+    const Work& done = work(number);
     if constexpr (!kSum) {
       const float weight[2] = {o[kO - 4], o[kO - 2]};
       divide(end, weight, weight);
     }
-    if (end.flags & kNoRows) return;
-    const float (&inverse)[2] = end.inverse;
+    end.flags = __reduce_or_sync(0xffffffffu, end.flags);  // takes a while: nothing asks for it yet
 #pragma unroll
-    for (int n = 0; n < C.head_dim / 2; ++n) o[n] *= inverse[n >> 1 & 1];
-    if (end.flags & kEmpty) {  // O = 0 or, from masked values that are not finite, NaN
-#pragma unroll
-      for (int n = 0; n < C.head_dim / 2; ++n)
-        if (inverse[n >> 1 & 1] == 0.f) o[n] = 0.f;
+    for (int n = 0; n < C.head_dim / 2; ++n) o[n] *= end.inverse[n >> 1 & 1];
+    if (!C.whole() && end.flags & kNoRows) return;
+    store(number, end.flags, last);
+    if constexpr (kSum) {
+      if (kLate && untold >= 0) untold_lse[0] = end.lse[0], untold_lse[1] = end.lse[1];
+      else store_lse(done, end.lse);
     }
-    again = end.flags & kAgain;
-    look = end.flags & kLook;
-    store(done, end.flags & kTail);
-    if constexpr (kSum) store_lse(done, end.lse);
   }
 
-  // Behind O: the fence there waits for everything that was written before it, and lse takes a while.
+  // kLate: what is left of a tile with its O in shared memory; the fence waits for that. A vote for what all threads know: the
+  // compiler does not, and would move descriptors in every step.
+  __device__ __forceinline__ void tell() {
+    if constexpr (kLate) {
+      if (!__any_sync(0xffffffffu, untold >= 0)) return;
+      ptx::fence_async_shared();
+      tell_store_warp(untold, false);
+      if constexpr (kSum) store_lse(work(untold), untold_lse);
+      untold = -1;
+    }
+  }
+
   __device__ __forceinline__ void store_lse(const Work& done, const float (&lse)[2]) const {
     const RowScalar& to = p.forward.lse;
     if (!to || (lane & 3) != 0) return;
-    float* const out = to.data + head_of_warp(done) * to.head +
-                       (p.forward.sequence.packed_q ? done.q_begin * to.row : done.batch * to.batch);
+    float* out = to.data + done.lse + row_of_thread(0) * to.row;
+    if constexpr (!C.whole()) out += (head_of_warp(done) - done.head) * to.head;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = done.first_row + row_of_thread(half);
-      if (i < done.capacity_q) out[i * to.row] = lse[half];
-    }
+    for (int half = 0; half < 2; ++half)
+      if (C.whole() || done.plain || done.first_row + row_of_thread(half) < done.capacity_q) out[8 * half * to.row] = lse[half];
   }
 
-  __device__ __forceinline__ void store(const Work& done, bool tail) {
-    if (tail || !C.stages_o) {
-      const uint32_t largest = store_rows(done);
-      again |= look && ptx::has_nonfinite<T>(largest);
-    } else if (look) {
-      again |= ptx::has_nonfinite<T>(store_box_of<true>(done));
-    } else {
-      store_box_of<false>(done);
-    }
-    note_again(done);
+  __device__ __forceinline__ void store(unsigned number, uint32_t flags, bool last) {
+    const Work& done = work(number);
+    const bool unusual = flags & (kAgain | kLook);
+    uint32_t largest = 0;
+    if (!C.stages_o || (!C.whole() && flags & kTail)) largest = store_rows(done);
+    else if (unusual) largest = store_box_of<true>(done, number, last);
+    else store_box_of<false>(done, number, last);
+    if (unusual) note_again(done, flags & kAgain || ptx::has_nonfinite<T>(largest));
   }
 
   // A warp's rows to be computed again form a list through memory: one link for 16 rows, written only if they need it.
-  __device__ __forceinline__ void note_again(const Work& done) const {
-    if (!(look ? __any_sync(0xffffffffu, again) : again) || lane != 0) return;
+  __device__ __forceinline__ void note_again(const Work& done, bool again) const {
+    if (!__any_sync(0xffffffffu, again) || lane != 0) return;
     const int head = done.batch * p.forward.sequence.num_heads_q + head_of_warp(done);
     const int rows16 = head * p.again_stride + (done.first_row + row_of_warp()) / 16;
     int* const list = shared.again(memory, consumer, warp);
@@ -537,7 +564,7 @@ struct ConsumerSm90 {
 
   // Both return the largest magnitudes that they stored (if kCheck).
   template <bool kCheck>
-  __device__ __forceinline__ uint32_t store_box_of(const Work& done) {
+  __device__ __forceinline__ uint32_t store_box_of(const Work& done, unsigned number, bool last) {
     uint32_t largest = 0;
     const uint32_t to = shared.o(consumer);
     const int r = warp * 16 + (lane & 15);
@@ -557,20 +584,29 @@ struct ConsumerSm90 {
       ptx::stmatrix_x4(to + Panels<64>::chunk_offset(r, 2 * step + (lane >> 4)), a, b, c, d);
     }
     o_parity ^= 1;
+    if constexpr (kLate) {
+      untold = static_cast<int>(number % C.kWorkSlots);
+      if (last) {
+        ptx::fence_async_shared();
+        tell_store_warp(untold, true);
+        untold = -1;
+      }
+      return largest;
+    }
     ptx::fence_async_shared();
     if constexpr (!C.store_warps()) ptx::barrier_sync(5 + consumer, 128);
-    if (threadIdx.x % 128 == 0) {
-      const ptx::BoxOrigin box = query_box(p, done, consumer * 64);
-      if constexpr (C.store_warps())
-        *shared.o_box(memory, consumer) = box;
-      else
-        store_box<C>(p, to, box);
-    }
-    if constexpr (C.store_warps()) {
-      __syncwarp();
-      release(shared.o_full(consumer));
-    }
+    if constexpr (C.store_warps())
+      tell_store_warp(static_cast<int>(number % C.kWorkSlots), last);
+    else if (threadIdx.x % 128 == 0)
+      store_box<C>(p, to, query_box<C>(p, done, consumer * 64));
     return largest;
+  }
+
+  __device__ __forceinline__ void tell_store_warp(int number, bool last) {
+    if (threadIdx.x % 128 == 0) *shared.staged(memory, consumer) = {number, last};
+    __syncwarp();
+    release(shared.o_full(consumer));
+    told_last = last;
   }
 
   // A quad holds 8 columns of a row in pairs: exchanged, every thread has 16 bytes of two rows to write.
@@ -668,7 +704,7 @@ struct ConsumerSm90 {
         if (!C.general() && n < unmasked_steps) do {
             step<false>(n);
           } while (++n < unmasked_steps);
-        if (n < steps) do {
+        if (!C.whole() && n < steps) do {
             step<true>(n);
           } while (++n < steps);
         if constexpr (!C.q_in_registers) {  // all products with this Q are done
@@ -682,16 +718,17 @@ struct ConsumerSm90 {
     }
     // All of O is on its way; what is written below must come after it.
     if constexpr (C.store_warps()) {
-      ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
-      if (threadIdx.x % 128 == 0) shared.o_box(memory, consumer)->at[1] = -1;  // that was the last
-      __syncwarp();
-      release(shared.o_full(consumer));
-      if (*shared.again(memory, consumer, warp) >= 0) ptx::mbarrier_wait(shared.o_empty(consumer), o_parity ^ 1);
+      if (!told_last) {
+        ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
+        o_parity ^= 1;
+        tell_store_warp(-1, true);
+      }
+      if (*shared.again(memory, consumer, warp) >= 0) ptx::mbarrier_wait(shared.o_empty(consumer), o_parity);
     } else if constexpr (C.stages_o) {
       if (threadIdx.x % 128 == 0) ptx::tma_store_wait_all();
       ptx::barrier_sync(5 + consumer, 128);
     }
-    if (p.forward.sequence.packed_q) zero_unowned_rows();
+    if (!C.whole() && p.forward.sequence.packed_q) zero_unowned_rows();
     compute_again();
   }
 };

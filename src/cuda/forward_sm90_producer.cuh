@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_tile(uint32_t to, const CUtensorMap& map, u
 template <ForwardSm90Config C>
 __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
   Ring<C.q_slots> q;
-  TileSource<C.shares_tiles()> source(p);
+  TileSource<C> source(p);
   uint32_t parity = 0;
   for (unsigned tile = 0;; ++tile) {
     Work& work = *shared.work(memory, tile);
@@ -38,10 +38,10 @@ __device__ __forceinline__ void hand_out_tiles(const ForwardSm90Params& p, Share
         continue;
       }
       ptx::mbarrier_arrive_expect(shared.q_full(q.stage), C.q_bytes());
-      load_tile<C>(shared.q(q.stage), p.q, shared.q_full(q.stage), p.loads_per_tile, C.q_rows, query_box(p, work, row));
+      load_tile<C>(shared.q(q.stage), p.q, shared.q_full(q.stage), p.loads_per_tile, C.q_rows, query_box<C>(p, work, row));
     }
     if (work.first_row < 0) return;
-    if (p.order.counter != nullptr) {
+    if (!C.whole() && p.order.counter != nullptr) {
       ptx::mbarrier_wait(shared.take_next(), parity);
       parity ^= 1;
     }
@@ -93,22 +93,21 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p,
   };
 
   const SequenceParams& s = p.forward.sequence;
-  const int group = s.num_heads_q / s.num_heads_k;
   const bool paged = C.general() && p.page_rows > 0;
   for (unsigned tile = 0;; ++tile) {
     ptx::mbarrier_wait(shared.work_full(tile), tile / C.kWorkSlots & 1);
     const Work& work = *shared.work(memory, tile);
     if (work.first_row < 0) break;
-    const KeyTiles tiles = key_tiles<C.block_n, C.general()>(p, work);
+    const KeyTiles tiles = key_tiles<C>(p, work);
     KeyRows next;
     next.row = work.k_begin + tiles.top - C.block_n;
     next.end = work.k_begin + work.seqlen_k;
-    next.head = work.head / group;
-    next.batch = s.packed_k ? 0 : s.cache_batch_idx ? s.cache_batch_idx.at(work.batch) : work.batch;
+    next.head = work.head_k;
+    next.batch = C.whole() ? work.batch : s.packed_k ? 0 : s.cache_batch_idx ? s.cache_batch_idx.at(work.batch) : work.batch;
     next.page = paged ? find_page<C>(p, next, lane) : -1;
     const int take_next_at = min(tiles.count, p.order.lead);
     for (int n = tiles.count; n > 0; --n) {
-      if (lane == 0 && n == take_next_at && p.order.counter != nullptr) ptx::mbarrier_arrive(shared.take_next());
+      if (!C.whole() && lane == 0 && n == take_next_at && p.order.counter != nullptr) ptx::mbarrier_arrive(shared.take_next());
       const KeyRows keys = next;
       next.row -= C.block_n;
       if (paged && n > 1) next.page = find_page<C>(p, next, lane);
@@ -133,15 +132,15 @@ __device__ __forceinline__ void store_box(const ForwardSm90Params& p, uint32_t f
   ptx::tma_store_commit();
 }
 
-// One thread per consumer: sends what it staged.
+// One thread per consumer: sends what it staged, of the tiles that it is told of.
 template <ForwardSm90Config C>
 __device__ __forceinline__ void store_output(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory,
                                              int consumer) {
   for (uint32_t parity = 0;; parity ^= 1) {
     ptx::mbarrier_wait(shared.o_full(consumer), parity);
-    const ptx::BoxOrigin box = *shared.o_box(memory, consumer);
-    if (box.at[1] < 0) break;
-    store_box<C>(p, shared.o(consumer), box);
+    const StagedTile staged = *shared.staged(memory, consumer);
+    if (staged.tile >= 0) store_box<C>(p, shared.o(consumer), query_box<C>(p, *shared.work(memory, staged.tile), consumer * 64));
+    if (staged.last) break;
     ptx::tma_store_wait_read<0>();
     ptx::mbarrier_arrive(shared.o_empty(consumer));
   }

@@ -6,6 +6,12 @@
 
 namespace tilewise::cuda {
 
+// What a consumer tells its store warp.
+struct StagedTile {
+  int32_t tile;  // whose O it has staged: number of its Work; -1: none
+  int32_t last;  // there is no more
+};
+
 // Addresses in shared memory.
 template <ForwardSm90Config C>
 struct SharedSm90 {
@@ -46,9 +52,8 @@ struct SharedSm90 {
   __device__ __forceinline__ Work* work(unsigned char* shared, int tile) const {
     return reinterpret_cast<Work*>(shared + C.work_offset()) + tile % C.kWorkSlots;
   }
-  // Where a consumer's staged columns of O go; box.at[1] < 0: there is no more.
-  __device__ __forceinline__ ptx::BoxOrigin* o_box(unsigned char* shared, int consumer) const {
-    return reinterpret_cast<ptx::BoxOrigin*>(shared + C.o_box_offset() + consumer * 32);
+  __device__ __forceinline__ StagedTile* staged(unsigned char* shared, int consumer) const {
+    return reinterpret_cast<StagedTile*>(shared + C.staged_offset()) + consumer;
   }
   // First of a warp's list of rows to be computed again, -1: none. Only that warp touches it.
   __device__ __forceinline__ int* again(unsigned char* shared, int consumer, int warp) const {

@@ -27,6 +27,8 @@ int launch_forward_sm90(const ForwardSm90Config& wanted, const ForwardSm90Params
       const auto s = static_cast<cudaStream_t>(stream);
       launch_if<kElement, kShape, RowSum::kFloat32, ScoreKind::kPlain>(wanted, params, num_blocks, s, &error) ||
           launch_if<kElement, kShape, RowSum::kOnesColumn, ScoreKind::kPlain>(wanted, params, num_blocks, s, &error) ||
+          launch_if<kElement, kShape, RowSum::kFloat32, ScoreKind::kWhole>(wanted, params, num_blocks, s, &error) ||
+          launch_if<kElement, kShape, RowSum::kOnesColumn, ScoreKind::kWhole>(wanted, params, num_blocks, s, &error) ||
           launch_if<kElement, kShape, RowSum::kFloat32, ScoreKind::kGeneral>(wanted, params, num_blocks, s, &error);
     }
   };

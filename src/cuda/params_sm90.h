@@ -8,6 +8,22 @@
 
 namespace tilewise::cuda {
 
+// Division by a number that many threads divide by: a product instead of an instruction sequence of 130 clocks.
+struct Divisor {
+  uint32_t by, inverse;  // inverse = floor(2^32 / by), or 2^32 - 1
+
+  static Divisor of(int64_t by) {
+    const uint32_t n = static_cast<uint32_t>(by);
+    return {n, n == 1 ? 0xffffffffu : static_cast<uint32_t>((uint64_t{1} << 32) / n)};
+  }
+#if defined(__CUDACC__)
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const {  // short of the quotient by 1 at most: n < 2^32
+    const uint32_t quotient = __umulhi(n, inverse);
+    return quotient + (n - quotient * by >= by);
+  }
+#endif
+};
+
 // The order in which blocks take tiles (of one batch entry, of one query head or of several that share keys).
 struct TileOrder {
   int32_t num_tiles;
@@ -50,6 +66,8 @@ struct ForwardSm90Params {
   int32_t again_stride;     // links per head
   float* parts;             // [block]: O and statistics of a part of a tile that another block finishes
   unsigned long long* part_ready;  // [block, consumer, warp]: order.launch as soon as they are there; 0 again when they are read
+  // By order.num_blocks; by the tiles and by the heads of a section; by the query heads of a batch entry and of a key head.
+  Divisor by_blocks, by_section_tiles, by_section_heads, by_heads_q, by_group;
 };
 
 }  // namespace tilewise::cuda

@@ -112,6 +112,9 @@ std::vector<Check> forward_cases() {
     both(paged + " dv=72 pages=100x16 causal"), both(paged + " packed_q=500 pages=40x64 causal sink");
     const std::string packed = std::string("b=5 hq=4 hk=1 sq=400 sk=450 packed_q=800 packed_k=900 d=") + d;
     for (const char* rest : {"", " causal", " window=90,50 sink", " causal softcap=7 maxlogit", " causal batch_invariant"}) both(packed + rest);
+    // Nothing at the edges of tiles.
+    for (const char* rest : {"", " no_lse", " sink", " scale=-0.3", " batch_invariant"}) both(std::string("b=3 hq=6 hk=2 sq=384 sk=256 d=") + d + rest);
+    both(std::string("b=2 hq=4 hk=2 sq=256 sk=512 d=") + d + steep(d)), both(std::string("b=2 hq=4 hk=2 sq=256 sk=512 no_lse d=") + d + steep(d));
     // Tiles by several blocks each.
     for (const char* rest : {"", " no_lse", " sink", " scale=-0.3"}) both(std::string("b=1 hq=2 sq=130 sk=1500 d=") + d + rest);
     both(std::string("b=1 hq=6 hk=2 sq=300 sk=2500 d=") + d + " dv=72"), both(std::string("b=2 hq=4 sq=70 sk=1700 batch_invariant d=") + d);

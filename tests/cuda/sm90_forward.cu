@@ -313,6 +313,17 @@ const Case kCases[] = {
     {"fwd f16 cuda b=2 hq=16 sq=2048 sk=2048 d=128", 3},
     {"fwd f16 cuda b=1 hq=16 sq=4096 sk=4096 d=128 causal", 8},
     {"fwd f16 cuda b=1 hq=16 sq=4096 sk=4096 d=128 causal", 10, kGrowing},
+    // Problems without edges: kernels of their own.
+    {"fwd bf16 cuda b=3 hq=16 hk=4 sq=512 sk=640 d=128"},
+    {"fwd bf16 cuda b=3 hq=16 hk=4 sq=512 sk=640 d=128 no_lse", 3},
+    {"fwd bf16 cuda b=5 hq=12 sq=1280 sk=384 d=96 dv=72"},
+    {"fwd bf16 cuda b=4 hq=9 hk=3 sq=256 sk=128 d=128 no_lse"},
+    {"fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=128", 10, kGrowing},
+    {"fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=128 no_lse", 10, kGrowing},
+    {"fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=128", 4, kHugeKey},
+    {"fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=128 no_lse", 1e5},
+    {"fwd f16 cuda b=5 hq=16 hk=2 sq=512 sk=512 d=128", 3},
+    {"fwd f16 cuda b=5 hq=16 hk=2 sq=512 sk=512 d=128 no_lse", 10, kGrowing},
     // The last tiles, or all of them, by several blocks each.
     {"fwd bf16 cuda b=1 hq=16 sq=2200 sk=4096 d=128 no_lse"},
     {"fwd bf16 cuda b=1 hq=4 hk=2 sq=1000 sk=8100 d=128"},
@@ -385,7 +396,8 @@ int repeat(const Device& d, int times) {
                            "fwd bf16 cuda b=2 hq=32 sq=1024 sk=1024 d=64 causal no_lse", "fwd bf16 cuda b=1 hq=8 sq=700 sk=8192 d=64",
                            "fwd bf16 cuda b=2 hq=16 sq=1024 sk=1024 d=64", "fwd bf16 cuda b=2 hq=8 sq=1024 sk=1024 d=256 causal",
                            "fwd bf16 cuda b=1 hq=4 sq=1000 sk=8192 d=128 no_lse", "fwd bf16 cuda b=1 hq=5 sq=1000 sk=4000 d=256",
-                           "fwd bf16 cuda b=4 hq=64 hk=8 sq=40 sk=8192 d=128 causal"}) {
+                           "fwd bf16 cuda b=4 hq=64 hk=8 sq=40 sk=8192 d=128 causal", "fwd bf16 cuda b=8 hq=16 sq=1024 sk=1024 d=128",
+                           "fwd bf16 cuda b=32 hq=16 sq=512 sk=512 d=128 no_lse"}) {
     Call call(d, text);
     for (void* x : {d.q, d.k, d.v})
       fill<<<1024, 256>>>(static_cast<__nv_bfloat16*>(x), Device::kBytes / 2, 2048, 1000, reinterpret_cast<uint64_t>(x), 2.f, kNormal);

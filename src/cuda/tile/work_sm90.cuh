@@ -15,11 +15,16 @@ struct alignas(64) Work {
   // Of the tile's key tiles, counted from the top, those that this block takes; num_key_tiles = 0: all.
   int32_t first_key_tile, num_key_tiles;
   int32_t finishes;  // this part has the tile's last key tile: other blocks hand theirs over to it
+  int32_t plain;     // every row of the tile is in use and sees a key
+  int32_t head_k;    // of head
+  int64_t lse;       // where the lse of its first row is
 };
 static_assert(sizeof(Work) == ForwardSm90Config::kWorkBytes);
 
 // Where rows [row, ...) of a tile begin in q and o, whose maps have panels before heads only if a tile has one head.
+template <ForwardSm90Config C>
 __device__ __forceinline__ ptx::BoxOrigin query_box(const ForwardSm90Params& p, const Work& work, int row) {
+  if constexpr (C.whole()) return {{0, work.first_row + row, 0, work.head, work.batch}};
   const int head = work.head + (row >> p.order.row_bits), in_head = row & ((1u << p.order.row_bits) - 1);
   const bool several = p.order.tile_heads > 1;
   return {{0, work.q_begin + work.first_row + in_head, several ? head : 0, several ? 0 : head,
@@ -36,23 +41,24 @@ struct KeyTiles {
   int top, count;
 };
 
-template <int kBlockN, bool kAligned>
+template <ForwardSm90Config C>
 __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const Work& work) {
+  constexpr int kBlockN = C.block_n;
   const int offset = work.seqlen_k - work.seqlen_q;
   KeyTiles tiles;
   tiles.top = (work.seqlen_k + kBlockN - 1) / kBlockN * kBlockN;
-  if (p.window_right >= 0) {
+  if (!C.whole() && p.window_right >= 0) {
     tiles.top = work.first_row + p.order.tile_rows + offset + p.window_right;
     tiles.top -= max(0, tiles.top - work.seqlen_k) / kBlockN * kBlockN;
   }
-  if constexpr (kAligned) {
+  if constexpr (C.general()) {
     const int padding = p.page_rows > 0 ? work.k_begin : 0;
     tiles.top = ((tiles.top + padding + p.key_align - 1) & -p.key_align) - padding;
   }
   int low = 0;
-  if (p.window_left >= 0) low = max(0, work.first_row + offset - p.window_left);
+  if (!C.whole() && p.window_left >= 0) low = max(0, work.first_row + offset - p.window_left);
   tiles.count = max(1, (tiles.top - low + kBlockN - 1) / kBlockN);
-  if (work.num_key_tiles > 0) {  // a part
+  if (C.shares_tiles() && work.num_key_tiles > 0) {  // a part
     tiles.top -= work.first_key_tile * kBlockN;
     tiles.count = work.num_key_tiles;
   }
@@ -60,7 +66,7 @@ __device__ __forceinline__ KeyTiles key_tiles(const ForwardSm90Params& p, const 
 }
 
 // Hands out tiles. One thread of a block uses it.
-template <bool kShares>
+template <ForwardSm90Config C>
 struct TileSource {
   static constexpr int kCountBits = 24;
   const ForwardSm90Params& p;
@@ -89,29 +95,35 @@ struct TileSource {
   // Tile number -> rows of a head, written where the consumers read it; false if the sequence has no such rows.
   __device__ __forceinline__ bool decode(Work& work) const {
     int block, head;
-    if (p.order.section_heads == 0) {
-      head = tile / p.order.num_blocks;
+    if (C.whole() || p.order.section_heads == 0) {
+      head = p.by_blocks.divide(tile);
       block = tile - head * p.order.num_blocks;
     } else {
-      const int per_section = p.order.section_heads * p.order.num_blocks;
-      const int section = tile / per_section, inside = tile - section * per_section;
+      const int section = p.by_section_tiles.divide(tile), inside = tile - section * static_cast<int>(p.by_section_tiles.by);
       const int heads = min(p.order.section_heads, p.order.num_heads - section * p.order.section_heads);
-      const int turn = inside / heads;
+      const int turn = heads == p.order.section_heads ? static_cast<int>(p.by_section_heads.divide(inside)) : inside / heads;
       block = p.order.num_blocks - 1 - turn;
       head = section * p.order.section_heads + inside - turn * heads;
     }
     const SequenceParams& s = p.forward.sequence;
-    head *= p.order.tile_heads;
-    work.batch = head / s.num_heads_q;
+    if constexpr (!C.whole()) head *= p.order.tile_heads;
+    work.batch = p.by_heads_q.divide(head);
     work.head = head - work.batch * s.num_heads_q;
+    work.head_k = p.by_group.divide(work.head);
     work.first_row = block * p.order.tile_rows;
     // tile/sequence.cuh's resolve() in 32 bits: one thread with few registers, and plans refuse more than 2^31 rows.
     work.q_begin = work.k_begin = 0;
-    work.capacity_q = s.seqlen_q;
+    work.capacity_q = work.seqlen_q = s.seqlen_q;
     work.seqlen_k = s.seqlen_k;
+    work.plain = true;
+    const RowScalar& lse = p.forward.lse;
+    work.lse = work.head * lse.head + work.first_row * lse.row;
+    if (C.whole() || !s.packed_q) work.lse += work.batch * lse.batch;
+    if constexpr (C.whole()) return true;
     if (s.packed_q) {
       work.q_begin = s.cu_seqlens_q.at(work.batch);
       work.capacity_q = s.cu_seqlens_q.at(work.batch + 1) - work.q_begin;
+      work.lse += work.q_begin * lse.row;
     }
     work.seqlen_q = s.seqused_q ? s.seqused_q.at(work.batch) : work.capacity_q;
     if (s.packed_k) {
@@ -124,13 +136,17 @@ struct TileSource {
       work.k_begin += leftpad;
       work.seqlen_k = max(0, work.seqlen_k - leftpad);
     }
+    const int end = work.first_row + p.order.tile_rows, offset = work.seqlen_k - work.seqlen_q;
+    work.plain = end <= work.seqlen_q && work.seqlen_k > 0 &&
+                 (p.window_right < 0 || work.first_row + offset + p.window_right >= 0) &&
+                 (p.window_left < 0 || end + offset - p.window_left <= work.seqlen_k);
     return work.first_row < work.capacity_q;
   }
 
   // From the tile number on: the first one with rows, or the end.
   __device__ __forceinline__ void write(Work& work) {
     work.num_key_tiles = 0;
-    if constexpr (kShares)
+    if constexpr (C.shares_tiles())
       if (p.order.sharing_blocks > 0 && tile >= p.order.whole_tiles) return write_part(work);
     for (; tile < p.order.num_tiles; tile = take_next())
       if (decode(work)) return;
