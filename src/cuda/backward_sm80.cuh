@@ -584,6 +584,7 @@ __global__ void __launch_bounds__(backward_config(kElement, BackwardKind::kPlain
       __syncthreads();
       if (threadIdx.x == 0) ptx::add_release(&p.again->cleared, 1);
     } else {
+      __syncthreads();  // all have read it
       if (threadIdx.x == 0) {
         ptx::wait_acquire(&p.again->cleared, kZeroTasks);
         index -= kZeroTasks;
