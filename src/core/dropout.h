@@ -98,8 +98,8 @@ struct Dropout {
   uint64_t seed = 0;
   uint64_t offset = 0;
   uint32_t limit = kNothingBelow;  // float16, twice: numbers below it are dropped, all others and NaN are kept;
-  bool keeps_below = false;                   // or the other way round. What lies below is the rarer of both, so that it never needs a NaN
-  float scale = 1;                            // 1 / (1 - p), for kept values
+  bool keeps_below = false;        // or the other way round. What lies below is the rarer of both, so that it never needs a NaN
+  float scale = 1;                 // 1 / (1 - p), for kept values
 
   // Of the 65536 numbers, round((1 - p) * 65536) are kept, and one at the least. Only a half of 31745 does not exist (+0 and -0
   // are below the same limits); it becomes 31746.
