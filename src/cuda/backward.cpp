@@ -218,7 +218,8 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
   const double bytes = static_cast<double>(kernels.head_dim) * dtype_size(p.dtype) * 2 *
                        (static_cast<double>(p.seqlen_k) + 2.0 * static_cast<double>(p.seqlen_q) * std::max<int64_t>(group_size(p), 1));
   // As many heads as fit the second-level cache, where their sums of dQ are.
-  params.section = params.score.window_right >= 0 ? heads_together(p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED)), 32e6 / std::max(bytes, 1.0)) : 1;
+  const int64_t key_heads = p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
+  params.section = params.score.window_right >= 0 ? heads_together(key_heads, 32e6 / std::max(bytes, 1.0)) : 1;
   params.deterministic = p.deterministic != 0 && t.dq != nullptr && p.seqlen_q > 0 && query_rows(p) > 0;
   if (params.deterministic) {
     // As many heads as fill the GPU: a block is behind its neighbour by the time that a turn takes, and where a head's blocks followed each

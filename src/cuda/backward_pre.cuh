@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kThreads) dsink_kernel(const __grid_constant__
     if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
     __syncthreads();
   }
-  if (threadIdx.x == 0) params.dsink[h * params.stride] = parts[0];
+  if (threadIdx.x == 0) params.dsink[h * params.stride] = parts[0] / p.delta_scale;
 }
 
 }  // namespace tilewise::cuda

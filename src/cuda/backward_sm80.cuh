@@ -27,7 +27,8 @@ struct BackwardKernel : GradientSm80<C> {
   using G::kGeneral, G::kDrops, G::kSplit, G::kBlockM, G::kBlockN, G::kM, G::kN, G::kD, G::kSteps, G::kWide, G::kSplits,
       G::kUnroll, G::kBytes, G::kPairBytes, G::kTileQ, G::kTileK, G::kTilePair, G::kPartQ, G::kPartK, G::kPartPair,
       G::in_shared, G::p, G::b, G::head_k, G::key_block, G::s, G::warp, G::lane, G::group, G::first_tile, G::num_tiles,
-      G::key_row, G::query_column, G::load_queries, G::load_rows, G::load_row_scalars, G::restore_nonfinite, G::note_nan_rows, G::kBadQ, G::kBadDout, G::pointwise,
+      G::key_row, G::query_column, G::load_queries, G::load_rows, G::load_row_scalars, G::restore_nonfinite, G::note_nan_rows, G::kBadQ, G::kBadDout,
+      G::pointwise,
       G::pointwise_general, G::mask;
 
   // dQ: warps = query groups x column parts. Two groups of 16 queries a warp read less from shared memory than one, if enough

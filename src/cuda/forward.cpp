@@ -257,7 +257,8 @@ Status run_forward_sm80(const Plan& plan, const tw_tensors& t, void* workspace, 
   // About four blocks for each that a GPU holds at once: the tail is short then, and several blocks of a head still read the same keys at about
   // the same time. float32: a block takes so long that the tail is all that counts.
   const int64_t heads = tasks / num_blocks;
-  params.section = params.score.window_right < 0 ? 1 : heads_together(heads, p.dtype == TW_FLOAT32 ? static_cast<double>(heads) : 1024.0 / static_cast<double>(num_blocks));
+  const double most = p.dtype == TW_FLOAT32 ? static_cast<double>(heads) : 1024.0 / static_cast<double>(num_blocks);
+  params.section = params.score.window_right < 0 ? 1 : heads_together(heads, most);
   if (query_rows(p) == 0 || p.num_heads_q == 0) return Status();
   if (const int error = kernels.launch[static_cast<int>(kind)][shape_for(kernels, kind, plan.target)](params, tasks, stream); error != 0)
     return device_error("forward_sm80", error);
