@@ -405,9 +405,10 @@ def picture(path, report):
     axes[1][0].set_ylabel("TFLOP/s")
     for axis in axes[1]:
         axis.set_xlabel("sequence length (batch x length = %d)" % TOKENS)
-    axes[0][0].legend(fontsize=8, title="full; causal dashed", title_fontsize=8)
-    figure.suptitle("%s, bfloat16; matrix product %.0f TFLOP/s in the same run" % (report["gpu"], report["ceilings"]["matmul_bf16_tflops"]))
-    figure.tight_layout()
+    figure.suptitle("%s, bfloat16; matrix product %.0f TFLOP/s in the same run; causal dashed"
+                    % (report["gpu"], report["ceilings"]["matmul_bf16_tflops"]))  # fmt: skip
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0.965), ncol=len(colours), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 0.965))
     figure.savefig(path, dpi=110)
     print("wrote", path)
 
