@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
     }
   } else {
     ptx::take_registers<C.consumer_registers()>();
-    ConsumerSm90<C> consumer{p, shared, memory, warpgroup - 1, warp % 4, lane};
+    ConsumerSm90<C> consumer{{p, shared, memory, warpgroup - 1, warp % 4, lane}};
     consumer.run();
   }
 }

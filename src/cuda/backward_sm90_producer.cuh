@@ -1,0 +1,243 @@
+// Who feeds a block of backward_sm90: the key blocks that it takes by tickets, and the copies of K, V, Q and dO that tiles of queries need.
+// backward_sm90.cuh has what is computed from them.
+#pragma once
+#include "cuda/ptx/tma.cuh"
+#include "cuda/tile/gradient_sm90.cuh"
+
+namespace tilewise::cuda {
+
+// The tiles of a block, in order: head by head of the group. Blocks of a head that run side by side start with different
+// tiles, so that their sums of dQ do not meet in the same place. With ordered sums: see last_keys_first(); without an end of
+// the window, all of them start with the last queries.
+struct TileWalk {
+  int head, tile;
+  __device__ __forceinline__ explicit TileWalk(const KeyBlock& block)
+      : head(block.head_k * block.group), tile(block.start_tile) {}
+  __device__ __forceinline__ void advance(const KeyBlock& block) {
+    tile += block.direction;
+    if (tile < block.first_tile) tile = block.first_tile + block.num_tiles - 1;
+    if (tile >= block.first_tile + block.num_tiles) tile = block.first_tile;
+    if (tile == block.start_tile) ++head;
+  }
+};
+
+// The same number in all threads, and now the compiler knows. What a descriptor is made of must be such, or every product
+// needs four moves to uniform registers.
+__device__ __forceinline__ int uniform(int n) { return __shfl_sync(0xffffffffu, n, 0); }
+
+// Tiles of all heads.
+__device__ __forceinline__ int num_steps(const KeyBlock& block) { return uniform(block.group * block.num_tiles); }
+
+// Where dQ of a tile goes, found out when the tile is loaded.
+struct alignas(16) DqTarget {
+  float* sum;        // [row / 16, column / 8, lane, 4]
+  int32_t counters;  // where BackwardParams::turn has this tile's
+  int32_t turn;      // how many key blocks must have added before; if the order does not matter, 0: this one is the first
+};
+
+// How key blocks add to the sums of dq: a kernel each, since to decide it while running costs 1 to 3 %. Where the first stores,
+// nobody writes zeros and nobody reads them, and the others wait for that. Counters: BackwardParams::turn.
+enum class DqSums {
+  kAny,     // to zeros that pre has written
+  kFirst,   // The first stores. A tile's counter says whether anybody has claimed it, and how many warps of his have stored.
+  kOrdered  // In the order of the key blocks, and the first stores. Counters a warp, of the key blocks that have added.
+};
+
+// ---- key blocks -----------------------------------------------------------------------------------------------------
+
+// Key block n of this block of threads, and the one after it: a ring of two. One warp publishes, all wait and release.
+template <BackwardSm90Config C>
+struct KeyBlocksSm90 {
+  static_assert(sizeof(KeyBlock) <= C.kBlockBytes);
+  const BackwardSm90Params& p;
+  const SharedBackwardSm90<C> shared;
+  unsigned char* const memory;
+
+  __device__ __forceinline__ KeyBlock& at(int n) const {
+    return *reinterpret_cast<KeyBlock*>(memory + C.block_offset() + (n & 1) * C.kBlockBytes);
+  }
+  __device__ __forceinline__ const KeyBlock& wait(int n) const {
+    ptx::mbarrier_wait(shared.block_full(n & 1), n >> 1 & 1);
+    return at(n);
+  }
+  __device__ __forceinline__ void release(int n, int lane) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(shared.block_empty(n & 1));
+  }
+  // By a whole warp. A ticket is taken as late as possible, or the last key blocks are not spread evenly. With ordered sums,
+  // whoever waits for a turn waits for a ticket that was taken before. Key blocks that no query sees get their zeros here.
+  __device__ __forceinline__ void publish(int n, int lane) const {
+    ptx::mbarrier_wait(shared.block_empty(n & 1), (n >> 1 & 1) ^ 1);
+    KeyBlock next = {};
+    for (;;) {
+      int ticket = 0;
+      if (lane == 0) ticket = atomicAdd(p.backward.ticket, 1);
+      ticket = uniform(ticket);
+      next.b = -1;
+      if (ticket >= p.num_tasks) break;
+      next = key_block_of<C.block_m, C.block_n()>(p.backward, static_cast<unsigned>(ticket), p.section);
+      if (uniform(next.num_tiles) > 0) break;
+      using T = typename ElementType<C.element>::Type;
+      if (uniform(next.b) >= p.backward.sequence.batch)
+        zero_key_tail<T>(p.backward, next.head_k, next.index, C.block_n(), 0, 1);
+      else
+        zero_keys<T>(p.backward, next, C.block_n(), lane, p.dk_aligned, p.dv_aligned);
+    }
+    if (lane == 0) {
+      at(n) = next;
+      ptx::mbarrier_arrive(shared.block_full(n & 1));
+    }
+    __syncwarp();
+  }
+};
+
+// Where a warp stands in the rings that go on from key block to key block. In two registers: they are short.
+struct RingPosition {
+  int stage = 0;  // of Q and dO
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ uint32_t parity() const { return bits & 1; }  // of the stage
+  __device__ __forceinline__ void next_stage(int stages) {
+    if (++stage == stages) stage = 0, bits ^= 1;
+  }
+  // Of K's slots, and of V.
+  template <BackwardSm90Config C>
+  __device__ __forceinline__ void wait_k(const SharedBackwardSm90<C>& shared, int n) {
+    const int bit = 2 + n % C.k_slots();
+    ptx::mbarrier_wait(shared.k_full(n), bits >> bit & 1);
+    bits ^= 1u << bit;
+  }
+  template <BackwardSm90Config C>
+  __device__ __forceinline__ void wait_v(const SharedBackwardSm90<C>& shared) {
+    ptx::mbarrier_wait(shared.v_full(), bits >> 1 & 1);
+    bits ^= 2;
+  }
+  __device__ __forceinline__ uint32_t step() const { return bits >> 4; }  // tiles so far
+  __device__ __forceinline__ void next_step() { bits += 16; }
+};
+
+// ---- loads ----------------------------------------------------------------------------------------------------------
+
+// Of a warp that loads tiles. In shared memory: its warpgroup is short of registers.
+struct LoadState {
+  TileWalk at;
+  int block, left;  // the key block, and its tiles that are not loaded yet
+  int stage, loaded;
+  uint32_t parity;
+  int row, head, batch;  // of the latest tile
+};
+
+// A whole warp executes all of this, and one lane the copies: after a branch of one thread that waits in a loop the compiler
+// would no longer believe anything to be the same in all threads, descriptors included.
+template <BackwardSm90Config C, DqSums kSums>
+struct LoaderSm90 {
+  const BackwardSm90Params& p;
+  const SharedBackwardSm90<C> shared;
+  const KeyBlocksSm90<C> blocks;
+  unsigned char* const memory;
+
+  __device__ __forceinline__ LoadState& state(int which) const {
+    static_assert(sizeof(LoadState) <= C.kLoadBytes);
+    return *reinterpret_cast<LoadState*>(memory + C.load_offset() + which * C.kLoadBytes);
+  }
+  __device__ __forceinline__ DqTarget& target(uint32_t n) const {
+    return reinterpret_cast<DqTarget*>(memory + C.target_offset())[n % C.kTargets];
+  }
+
+  // One box of all panels of a tile, or a box a panel whose columns end at head_dim.
+  __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier, int rows, int row, int head,
+                                           int batch, int count) const {
+#pragma unroll
+    for (int n = 0; n < C.panels(); ++n)
+      if (n < count) ptx::tma_load(to + n * rows * 128, map, barrier, {{n * 64, row, 0, head, batch}});
+  }
+
+  // K or V of key block n, when nobody needs any more what is there. By one lane.
+  template <bool kK>
+  __device__ __forceinline__ void load_keys(int n) const {
+    const KeyBlock& block = blocks.at(n);
+    if (block.b < 0) return;
+    const uint32_t full = kK ? shared.k_full(n) : shared.v_full();
+    ptx::mbarrier_arrive_expect(full, C.k_bytes());
+    load_box(kK ? shared.k(n) : shared.v(), kK ? p.k : p.v, full, C.block_n(), static_cast<int>(block.s.k_begin) + block.first_key,
+             block.head_k, p.backward.sequence.packed_k ? 0 : block.b, kK ? p.qk_loads : p.v_loads);
+  }
+
+  // By all consumers' warps when they need V no more: the last of them loads that of key block n.
+  __device__ __forceinline__ void load_v_by_last(int n, int lane) const {
+    constexpr unsigned kWarps = 4 * C.kConsumers;
+    if (lane == 0 && atomicAdd(reinterpret_cast<unsigned*>(memory + C.count_offset()), 1u) % kWarps == kWarps - 1)
+      load_keys<false>(n);
+    __syncwarp();
+  }
+
+  // The next tile of Q with lse and delta (kQ), or of dO if that has barriers of its own (split), if fewer than `limit` have
+  // been loaded and it belongs to key block `present` or, if `ahead`, the one after it. `sure`: so it is.
+  template <bool kQ>
+  __device__ __forceinline__ bool load_next(int limit, int present, bool ahead, bool sure, int lane) const {
+    LoadState& kept = state(kQ ? 0 : 1);
+    if (!sure) {
+      if (uniform(kept.loaded) >= limit) return false;
+      if (uniform(kept.left) == 0) {
+        const int next = uniform(kept.block) + 1;
+        if (next > present + ahead) return false;
+        const KeyBlock& block = blocks.wait(next);
+        __syncwarp();  // all have read
+        if (lane == 0) kept.block = next, kept.left = block.b < 0 ? 0 : block.group * block.num_tiles, kept.at = TileWalk(block);
+        __syncwarp();
+        if (uniform(kept.left) == 0) return false;
+      }
+    }
+    const int stage = uniform(kept.stage), parity = uniform(static_cast<int>(kept.parity));
+    ptx::mbarrier_wait(kQ ? shared.empty(stage) : shared.dout_empty(stage), static_cast<uint32_t>(parity));
+    __syncwarp();
+    if (lane == 0) {
+      LoadState s = kept;
+      const KeyBlock& block = blocks.at(s.block);
+      const BackwardParams& b = p.backward;
+      const int64_t padded = s.at.head * block.padded_rows + s.at.tile * C.block_m;
+      const int row = static_cast<int>(block.s.q_begin) + s.at.tile * C.block_m, batch = b.sequence.packed_q ? 0 : block.b;
+      const uint32_t full = kQ ? shared.full(stage) : shared.dout_full(stage);
+      if constexpr (kQ) {
+        DqTarget& to = target(s.loaded);
+        to.sum = block.dq_sum + padded * C.head_dim;
+        if constexpr (kSums != DqSums::kAny)
+          to.counters = ((s.at.head * b.sequence.batch + block.b) * b.num_query_blocks + s.at.tile) * 4;
+        if constexpr (kSums == DqSums::kOrdered) to.turn = turn_of<C.block_m, C.block_n()>(b, block, s.at.tile);
+      }
+      ptx::mbarrier_arrive_expect(full, (C.split ? 1 : 2) * C.q_bytes() + (kQ ? C.row_bytes() : 0));
+      if constexpr (kQ) {
+        load_box(shared.q(stage), p.q, full, C.block_m, row, s.at.head, batch, p.qk_loads);
+        ptx::bulk_load(shared.rows(stage), block.row_columns + padded * 32, C.row_bytes(), full);
+        if (!C.split) s.row = row, s.head = s.at.head, s.batch = batch;
+      } else {
+        load_box(shared.dout(s.loaded), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);
+      }
+      s.at.advance(block);
+      ++s.loaded;
+      --s.left;
+      if (++s.stage == C.stages) s.stage = 0, s.parity ^= 1;
+      kept = s;
+    }
+    __syncwarp();
+    return true;
+  }
+
+  // Not split: dO of the tile whose Q was loaded last, once its slot is free.
+  __device__ __forceinline__ void load_dout(int lane) const {
+    if (lane == 0) {
+      const LoadState& s = state(0);
+      const int last = s.stage == 0 ? C.stages - 1 : s.stage - 1;
+      load_box(shared.dout(s.loaded - 1), p.dout, shared.full(last), C.block_m, s.row, s.head, s.batch, p.v_loads);
+    }
+    __syncwarp();
+  }
+
+  template <bool kQ>
+  __device__ __forceinline__ void load(int limit, int present, bool ahead, int lane) const {
+    while (load_next<kQ>(limit, present, ahead, false, lane))
+      if (!C.split) load_dout(lane);
+  }
+};
+
+}  // namespace tilewise::cuda
