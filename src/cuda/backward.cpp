@@ -18,7 +18,7 @@ struct BackwardKernels {  // what one line of kernels.def compiles
   Element element;
   int head_dim;
   using Launch = int (*)(const BackwardParams&, int64_t, void*);
-  Launch launch[3][3];  // by BackwardKind; [1]: for 99 KiB of shared memory a block, [2]: for 227
+  Launch launch[3][3];  // by BackwardKind and Shape
   Launch launch_again;  // plain, behind params.again
   BackwardConfig config[3][3];
 };
@@ -47,9 +47,8 @@ const BackwardKernels* find_kernels(const tw_problem& p) {
 }
 
 int shape_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {
-  const int limit = device_facts(target.device_index).shared_bytes_per_block;
-  if (is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
-  return limit != 0 && kernels.config[static_cast<int>(kind)][0].shared_bytes() > limit;
+  const BackwardConfig(&shapes)[3] = kernels.config[static_cast<int>(kind)];
+  return static_cast<int>(shape_for(shapes[0], shapes[1], shapes[2], device_facts(target.device_index).shared_bytes_per_block));
 }
 
 const BackwardConfig& config_for(const BackwardKernels& kernels, BackwardKind kind, const Target& target) {

@@ -534,12 +534,22 @@ __device__ __forceinline__ void backward_sm80_task(const BackwardParams& p, unsi
   }
 }
 
+template <Element kElement, BackwardKind kKind, int kHeadDim>
+__device__ constexpr bool backward_taken_here(Shape shape) {
+  return taken_here(backward_config(kElement, kKind, kHeadDim, false), backward_config(kElement, kKind, kHeadDim, true),
+                    roomy_config(kElement, kKind, kHeadDim), shape);
+}
+
 // Grid: one block a task.
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
 __global__ void __launch_bounds__(backward_config(kElement, kKind, kHeadDim, kSmall).num_threads(), 1)
     backward_sm80_kernel(const __grid_constant__ BackwardParams p) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  backward_sm80_task<backward_config(kElement, kKind, kHeadDim, kSmall)>(p, blockIdx.x, shared);
+  if constexpr (!backward_taken_here<kElement, kKind, kHeadDim>(kSmall ? Shape::kSmall : Shape::kLarge)) {
+    __trap();
+  } else {
+    extern __shared__ __align__(128) unsigned char shared[];
+    backward_sm80_task<backward_config(kElement, kKind, kHeadDim, kSmall)>(p, blockIdx.x, shared);
+  }
 }
 
 // In the shape for GPUs with 227 KiB.

@@ -179,4 +179,28 @@ TW_HOST_DEVICE constexpr bool is_roomy(const auto& roomy, int limit) {
   return roomy.shared_bytes() > kSharedLimitLarge && roomy.shared_bytes() <= limit;
 }
 
+// Which shape a GPU takes whose blocks get `limit` bytes (0: unknown): the large one, unless there is no room for it, or room for two of
+// the small one, or for a larger one.
+enum class Shape : int { kLarge, kSmall, kRoomy };
+
+TW_HOST_DEVICE constexpr Shape shape_for(const ForwardConfig& large, const ForwardConfig& small, const ForwardConfig& roomy, int limit) {
+  if (is_roomy(roomy, limit)) return Shape::kRoomy;
+  return limit != 0 && (large.shared_bytes() > limit || prefers_small(large, small, limit)) ? Shape::kSmall : Shape::kLarge;
+}
+TW_HOST_DEVICE constexpr Shape shape_for(const BackwardConfig& large, const BackwardConfig&, const BackwardConfig& roomy, int limit) {
+  if (is_roomy(roomy, limit)) return Shape::kRoomy;
+  return limit != 0 && large.shared_bytes() > limit ? Shape::kSmall : Shape::kLarge;
+}
+
+// Is a kernel of this shape ever launched where the code that is being compiled runs? Code for 90a runs on GPUs with 227 KiB and on no
+// others, and a third of the kernels are for less: left empty there, which takes a tenth off a build.
+TW_HOST_DEVICE constexpr bool taken_here([[maybe_unused]] const auto& large, [[maybe_unused]] const auto& small,
+                                         [[maybe_unused]] const auto& roomy, [[maybe_unused]] Shape shape) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  return shape_for(large, small, roomy, kSharedLimitRoomy) == shape;
+#else
+  return true;
+#endif
+}
+
 }  // namespace tilewise::cuda

@@ -16,7 +16,7 @@ struct ForwardKernels {  // what one line of kernels.def compiles
   Element element;
   int head_dim;
   using Launch = int (*)(const ForwardParams&, int64_t, void*);
-  Launch launch[4][3];  // by ForwardKind; [1]: for 99 KiB of shared memory a block, [2]: for 227
+  Launch launch[4][3];  // by ForwardKind and Shape
   ForwardConfig config[4][3];
 };
 
@@ -43,12 +43,9 @@ const ForwardKernels* find_kernels(const tw_problem& p) {
   return nullptr;
 }
 
-// Which of the shapes: the large one, unless this GPU has no room for it, or for two of the small one, or for a larger one.
 int shape_for(const ForwardKernels& kernels, ForwardKind kind, const Target& target) {
-  const int limit = device_facts(target.device_index).shared_bytes_per_block;
-  const ForwardConfig& large = kernels.config[static_cast<int>(kind)][0];
-  if (is_roomy(kernels.config[static_cast<int>(kind)][2], limit)) return 2;
-  return limit != 0 && (large.shared_bytes() > limit || prefers_small(large, kernels.config[static_cast<int>(kind)][1], limit));
+  const ForwardConfig(&shapes)[3] = kernels.config[static_cast<int>(kind)];
+  return static_cast<int>(shape_for(shapes[0], shapes[1], shapes[2], device_facts(target.device_index).shared_bytes_per_block));
 }
 
 const ForwardConfig& config_for(const ForwardKernels& kernels, ForwardKind kind, const Target& target) {

@@ -648,11 +648,21 @@ __device__ __forceinline__ void forward_sm80_block(const ForwardParams& p, unsig
              reinterpret_cast<uint32_t*>(shared + C.shared_bytes() - C.block_n * 4));
 }
 
+template <Element kElement, ForwardKind kKind, int kHeadDim>
+__device__ constexpr bool forward_taken_here(Shape shape) {
+  return taken_here(forward_config(kElement, kKind, kHeadDim, false), forward_config(kElement, kKind, kHeadDim, true),
+                    roomy_config(kElement, kKind, kHeadDim), shape);
+}
+
 template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
 __global__ void __launch_bounds__(forward_config(kElement, kKind, kHeadDim, kSmall).num_threads(), 1)
     forward_sm80_kernel(const __grid_constant__ ForwardParams p) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  forward_sm80_block<forward_config(kElement, kKind, kHeadDim, kSmall)>(p, shared);
+  if constexpr (!forward_taken_here<kElement, kKind, kHeadDim>(kSmall ? Shape::kSmall : Shape::kLarge)) {
+    __trap();
+  } else {
+    extern __shared__ __align__(128) unsigned char shared[];
+    forward_sm80_block<forward_config(kElement, kKind, kHeadDim, kSmall)>(p, shared);
+  }
 }
 
 // In the shape for GPUs with 227 KiB.
