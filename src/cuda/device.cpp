@@ -2,7 +2,10 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <vector>
+
+#include "cuda/launch.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -57,6 +60,18 @@ bool can_start_early([[maybe_unused]] int index) {
 #else
   return false;
 #endif
+}
+
+int permit_shared_bytes(const void* kernel, int bytes, uint64_t* permitted) {
+  const std::atomic_ref<uint64_t> devices(*permitted);
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cudaGetLastError(), error;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if ((devices.load(std::memory_order_relaxed) & bit) != 0) return 0;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return cudaGetLastError(), error;  // reported here, not to whoever asks next
+  devices.fetch_or(bit, std::memory_order_relaxed);
+  return 0;
 }
 
 Status device_error(const char* what, int error) {

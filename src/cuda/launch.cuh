@@ -2,7 +2,6 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
 #include "cuda/launch.h"
@@ -24,15 +23,9 @@ cudaError_t launch(const Params& params, int64_t num_blocks, int num_threads, in
   if (num_blocks == 0) return cudaSuccess;
   if (num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
   if (shared_bytes > 48 * 1024) {
-    static std::atomic<uint64_t> permitted{0};
-    int device = 0;
-    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-    if ((permitted.load(std::memory_order_relaxed) & bit) == 0) {
-      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      if (error != cudaSuccess) return cudaGetLastError(), error;
-      permitted.fetch_or(bit, std::memory_order_relaxed);
-    }
+    static uint64_t permitted = 0;
+    if (const int error = permit_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes, &permitted); error != 0)
+      return static_cast<cudaError_t>(error);
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(num_blocks));

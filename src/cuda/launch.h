@@ -9,6 +9,10 @@
 
 namespace tilewise::cuda {
 
+// Lets a kernel have more than 48 KiB of shared memory a block on the current device. `permitted`: the kernel's own, one bit a device; it is
+// read and written as an atomic, in device.cpp, since <atomic> takes each generated unit a second of the compiler's time.
+int permit_shared_bytes(const void* kernel, int bytes, uint64_t* permitted);
+
 struct ForwardSm90Params;  // params_sm90.h; has the driver's types
 
 // Kernels are templates on these four and not on the ForwardConfig itself: nvcc 13.0 writes host stubs that do not
