@@ -6,7 +6,6 @@
 // the four groups of 8 columns. Each element has a number of 16 bits (see number()) and is decided by comparing it with a limit, both
 // read as float16: two such comparisons are one instruction of a GPU, and with equally likely patterns any order does.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 
 #include "core/host_device.h"
@@ -104,10 +103,10 @@ struct Dropout {
   // Of the 65536 numbers, round((1 - p) * 65536) are kept, and one at the least. Only a half of 31745 does not exist (+0 and -0
   // are below the same limits); it becomes 31746.
   static Dropout make(double p, uint64_t seed, uint64_t offset) {
-    const int32_t kept = std::max(1, static_cast<int32_t>((1 - p) * 65536 + 0.5));
+    const int32_t rounded = static_cast<int32_t>((1 - p) * 65536 + 0.5), kept = rounded > 1 ? rounded : 1;
     const bool keeps_below = kept <= 32768;
     const int32_t below = keeps_below ? kept : 65536 - kept;
-    const int32_t order = below <= kFloat16Infinity ? below - kFloat16Infinity : std::max(1, below - kFloat16Infinity - 1);
+    const int32_t above = below - kFloat16Infinity, order = above > 1 ? above - 1 : above;
     const auto limit = static_cast<uint32_t>(order < 0 ? 0x8000 | -order : order);
     return {seed, offset, limit * 0x10001u, keeps_below, static_cast<float>(1 / (1 - p))};
   }
