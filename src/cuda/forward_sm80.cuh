@@ -37,8 +37,10 @@ struct ForwardKernel {
   static constexpr bool kLight = kStaged && C.head_dim <= 64;
   static constexpr bool kEarlySums = kStaged && !kLight;
   static constexpr bool kSkips = kLight;
-  // Lanes' addresses in one register: d 128 with dropout 344 TFLOP/s (336 with all keys exponentiated first; in more registers 325).
-  static constexpr bool kPacked = C.head_dim < 128 || kDrops;
+  // Lanes' addresses in one register: d 128 with dropout 344 TFLOP/s (336 with all keys exponentiated first; in more registers 325), d 256
+  // in two blocks 331 (320). With one stage nowhere else: d 192 305 (309), d 256 with dropout 305 (311).
+  static constexpr bool kPacked =
+      kStaged ? C.head_dim < 128 || kDrops : C.kind == ForwardKind::kPlain && sizeof(T) == 2 && C.head_dim > 192 && C.block_m == 64;
   static constexpr bool kFast = C.head_dim <= 128 && sizeof(T) == 2;  // registers are left for the faster copies and finer steps
   static constexpr int kBytes = C.head_dim * static_cast<int>(sizeof(T));  // of a row
   static constexpr int kM = C.row_groups();      // row groups of 16 per warp
@@ -387,7 +389,7 @@ struct ForwardKernel {
     return tiles;
   }
 
-  __device__ __forceinline__ static auto stage_address(const LaneAddress<kBytes>& address) {
+  __device__ __forceinline__ static auto lane_address(const auto& address) {
     if constexpr (kPacked) return packed(address);
     else return address;
   }
@@ -523,8 +525,8 @@ struct ForwardKernel {
 
       if constexpr (kStaged) {
         constexpr uint32_t kStageBytes = 2 * C.block_n * kBytes;
-        auto lane_k = stage_address(lane_address_b<T, kBytes>(s_k, lane));
-        auto lane_v = stage_address(lane_address_bt<T, kBytes>(s_v, lane));
+        auto lane_k = lane_address(lane_address_b<T, kBytes>(s_k, lane));
+        auto lane_v = lane_address(lane_address_bt<T, kBytes>(s_v, lane));
         uint32_t stage = 0;  // where the tile lies, in bytes
         // Waits for a tile and starts the copies of the next one; true: its V held inf or NaN where some pair is masked.
         const auto receive = [&](int tile, bool masked) {
@@ -567,8 +569,8 @@ struct ForwardKernel {
           advance();
         }
       } else {
-        const auto lane_k = lane_address_b<T, kBytes, kPartK>(s_k, lane);
-        const auto lane_v = lane_address_bt<T, kBytes, kPartK>(s_v, lane);
+        const auto lane_k = lane_address(lane_address_b<T, kBytes, kPartK>(s_k, lane));
+        const auto lane_v = lane_address(lane_address_bt<T, kBytes, kPartK>(s_v, lane));
 #pragma unroll 1
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const int j0 = tile * C.block_n;
