@@ -30,6 +30,8 @@ SANITIZED = {
 }
 # Suites of tests/contract that run on any backend; the others call the library with tensors in host memory.
 CONTRACT = ("MaskedKeys.*:Splits.*:BatchInvariance.*:*DeadMemory.*", "Extremes.*:Statistics.*-Extremes.HighPageNumbers:Extremes.CacheStride*", "*Layouts.*")
+SMALL_SHAPES = (r" (bf16|f32) .*(sq=133 sk=150 d=(129|200|255)|sq=300 sk=333 d=(128|256)( causal| dropout=0.1 .*| causal softcap.*deterministic)$"
+                r"|b=7 .* d=(128|256) packed_q=900 packed_k=800 causal|sq=150 sk=170 d=(128|192|256)( causal| causal softcap=5)$)")
 RACES_BACKWARD = r"sq=113 sk=203 d=64 causal$|b=1 hq=2 sq=133 sk=150 d=128( |$)|sq=113 sk=203 d=64 causal window=70,0 deterministic"  # the slowest  # fmt: skip
 
 
@@ -58,6 +60,10 @@ def parts(options):
             for n in range(shards):
                 command = [program["rows_test"], pass_, " %s " % dtype, "", "%d/%d" % (n, shards)]
                 found.append(("rows %s %s %d/%d" % (pass_, dtype, n + 1, shards), command, few))
+    cache = os.path.join(options.build, "CMakeCache.txt")
+    all_shapes = os.path.exists(cache) and "TILEWISE_ALL_SHAPES:BOOL=ON" in open(cache).read()
+    for pass_ in ("backward", "forward") if all_shapes else ():  # the shapes for GPUs with 99 KiB of shared memory a block, where they are others
+        found.append(("small shapes " + pass_, [program["rows_test"], pass_, SMALL_SHAPES, ""], {"TILEWISE_CUDA_SHARED_BYTES": "101376", **few}))
     for pass_ in ("bwd", "fwd"):
         for dtype in ("f32", "bf16", "f16"):
             found.append(("cases %s %s" % (pass_, dtype), [program["rows_test"], "cases", "^%s %s " % (pass_, dtype)], few))

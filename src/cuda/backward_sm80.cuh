@@ -374,7 +374,7 @@ struct BackwardKernel : GradientSm80<C> {
 #pragma unroll
           for (int step = 0; step < (kN + 1) / 2; ++step) {
             store_pairs(s_p, x, step);
-            store_pairs(s_ds, dp, step);
+            if constexpr (!C.one_pair_tile) store_pairs(s_ds, dp, step);
           }
           // Where this warp's columns start at a whole group of chunks, the addresses start there.
           constexpr bool kWhole = kD * 16 % TileLayout<kBytes>::kGroup == 0 && !kWide;
@@ -393,7 +393,23 @@ struct BackwardKernel : GradientSm80<C> {
           ptx::barrier_sync(1 + warp / kSplit, kSplit * 32);  // P and dS of these keys are complete
           const auto lane_p = packed(lane_address_a<T, kPairBytes, kPartPair>(s_p, lane)).moved(warp_keys, 0);
           const auto lane_ds = packed(lane_address_a<T, kPairBytes, kPartPair>(s_ds, lane)).moved(warp_keys, 0);
-          if constexpr (kWide) {
+          if constexpr (C.one_pair_tile) {
+            static_assert(kWide && kM == 1);
+            const auto multiply_all = [&](float (&c)[kM][kD][4], const auto& lane_b) {
+#pragma unroll 1
+              for (int step = 0; step < kBlockM / 16; ++step) {
+                OperandA<T> a[kM];
+                load_a<T>(a[0], lane_ds, 0, step);
+                multiply_bt<T>(c, a, lane_b, step, column);
+              }
+            };
+            multiply_all(dv, lane_do_t);
+            ptx::barrier_sync(1 + warp / kSplit, kSplit * 32);  // all have read P
+#pragma unroll
+            for (int step = 0; step < kN / 2; ++step) store_pairs(s_ds, dp, step);
+            ptx::barrier_sync(1 + warp / kSplit, kSplit * 32);
+            multiply_all(dk, lane_q_t);
+          } else if constexpr (kWide) {
 #pragma unroll 1
             for (int step = 0; step < kBlockM / 16; ++step) {
               OperandA<T> a_p[kM], a_ds[kM];

@@ -117,6 +117,7 @@ struct BackwardConfig {
   int column_split;  // warps that share the same keys, each with its part of the queries of S and the columns of dK, dV
   int num_stages;    // of Q and dO
   bool split = false;  // float32: the block splits K, Q, dO, P and dS into three bfloat16 parts, once; V is left to the warps
+  bool one_pair_tile = false;  // P and dS go through the same shared memory, one after the other
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int block_n() const { return num_warps / column_split * 16 * row_groups; }
@@ -126,7 +127,7 @@ struct BackwardConfig {
            (split ? block_m * head_dim * bytes : 0) + pair_tiles() * block_n() * block_m * part_bytes() + mark_bytes() + 64;
   }
   TW_HOST_DEVICE constexpr int part_bytes() const { return split ? 6 : element_bytes(element); }
-  TW_HOST_DEVICE constexpr int pair_tiles() const { return column_split > 1 ? 2 : 1; }  // dS; and P, if it is exchanged
+  TW_HOST_DEVICE constexpr int pair_tiles() const { return column_split > 1 && !one_pair_tile ? 2 : 1; }  // dS; and P, if it is exchanged
   TW_HOST_DEVICE constexpr int mark_bytes() const { return (block_n() + 2 * block_m) * 4; }  // rows with inf or NaN
   // dK, dV; S, dP; operands of float32; and about 40 of addresses, counters and fragments.
   TW_HOST_DEVICE constexpr int registers() const {
@@ -151,7 +152,8 @@ TW_HOST_DEVICE constexpr BackwardConfig backward_config(Element element, Backwar
       return small ? BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 2, 4, 1};
     if (head_dim <= 192)
       return small ? BackwardConfig{element, kind, head_dim, 32, 2, 1, 2, 1} : BackwardConfig{element, kind, head_dim, 64, 8, 1, 4, 1};
-    return {element, kind, head_dim, 32, 4, 1, 2, 1};  // 138 KiB: no shape fits 99, and the plan says so
+    // 138 KiB; in 99 there is room for 16 keys, of which P and dS take turns.
+    return small ? BackwardConfig{element, kind, head_dim, 32, 2, 1, 2, 1, false, true} : BackwardConfig{element, kind, head_dim, 32, 4, 1, 2, 1};
   }
   if (head_dim <= 64)
     return {element, kind, head_dim, 32, 4, 2, 1, 2};
@@ -193,10 +195,11 @@ TW_HOST_DEVICE constexpr Shape shape_for(const BackwardConfig& large, const Back
 }
 
 // Is a kernel of this shape ever launched where the code that is being compiled runs? Code for 90a runs on GPUs with 227 KiB and on no
-// others, and a third of the kernels are for less: left empty there, which takes a tenth off a build.
+// others, and a third of the kernels are for less: left empty there, which takes a tenth off a build. TILEWISE_ALL_SHAPES is for tests of
+// them there (shared_cap() in device.cpp).
 TW_HOST_DEVICE constexpr bool taken_here([[maybe_unused]] const auto& large, [[maybe_unused]] const auto& small,
                                          [[maybe_unused]] const auto& roomy, [[maybe_unused]] Shape shape) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(TILEWISE_ALL_SHAPES)
   return shape_for(large, small, roomy, kSharedLimitRoomy) == shape;
 #else
   return true;

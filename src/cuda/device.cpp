@@ -2,13 +2,25 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <limits>
 #include <vector>
 
 #include "cuda/launch.h"
 
 namespace tilewise::cuda {
 namespace {
+
+// A cap on the shared memory of a block, so that tests can run the shapes for GPUs with less on one with more.
+int shared_cap() {
+#ifdef TILEWISE_ALL_SHAPES
+  const char* text = std::getenv("TILEWISE_CUDA_SHARED_BYTES");
+  if (const int bytes = text ? std::atoi(text) : 0; bytes > 0) return bytes;
+#endif
+  return std::numeric_limits<int>::max();
+}
 
 std::vector<DeviceFacts> ask() {
   int count = 0;
@@ -26,7 +38,7 @@ std::vector<DeviceFacts> ask() {
     };
     facts.capability = 10 * get(cudaDevAttrComputeCapabilityMajor) + get(cudaDevAttrComputeCapabilityMinor);
     facts.multiprocessors = get(cudaDevAttrMultiProcessorCount);
-    facts.shared_bytes_per_block = get(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    facts.shared_bytes_per_block = std::min(get(cudaDevAttrMaxSharedMemoryPerBlockOptin), shared_cap());
     facts.l2_bytes = get(cudaDevAttrL2CacheSize);
     cudaDeviceProp properties;
     if (cudaGetDeviceProperties(&properties, n) == cudaSuccess) facts.name = properties.name;

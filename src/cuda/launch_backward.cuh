@@ -8,7 +8,7 @@ namespace tilewise::cuda {
 template <Element kElement, BackwardKind kKind, int kHeadDim, bool kSmall>
 int launch_backward(const BackwardParams& params, int64_t num_blocks, void* stream) {
   constexpr BackwardConfig C = backward_config(kElement, kKind, kHeadDim, kSmall);
-  static_assert(C.shared_bytes() <= kSharedLimitLarge);
+  static_assert(C.shared_bytes() <= (kSmall ? kSharedLimit : kSharedLimitLarge));
   if constexpr (kSmall && !has_small(backward_config(kElement, kKind, kHeadDim, false), C))
     return launch_backward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);  // the same shape
   else

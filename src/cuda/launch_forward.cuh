@@ -8,7 +8,7 @@ namespace tilewise::cuda {
 template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
 int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream) {
   constexpr ForwardConfig C = forward_config(kElement, kKind, kHeadDim, kSmall);
-  static_assert(C.shared_bytes() <= kSharedLimitLarge);
+  static_assert(C.shared_bytes() <= (kSmall ? kSharedLimit : kSharedLimitLarge));
   if constexpr (kSmall && !has_small(forward_config(kElement, kKind, kHeadDim, false), C))
     return launch_forward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);  // the same shape
   else if constexpr (kSmall && kElement == Element::kFloat32 && (kKind == ForwardKind::kPlain || kKind == ForwardKind::kDropout))
