@@ -18,9 +18,9 @@ struct BackwardKernels {  // what one line of kernels.def compiles
   Element element;
   int head_dim;
   using Launch = int (*)(const BackwardParams&, int64_t, void*);
-  Launch launch[3][3];  // by BackwardKind and Shape
+  Launch launch[4][3];  // by BackwardKind and Shape
   Launch launch_again;  // plain, behind params.again
-  BackwardConfig config[3][3];
+  BackwardConfig config[4][3];
 };
 
 template <Element kElement, int kHeadDim, BackwardKind... kKinds>
@@ -35,7 +35,8 @@ constexpr BackwardKernels make_kernels() {
 }
 
 constexpr BackwardKernels kBackwardKernels[] = {
-#define TW_BACKWARD_SM80(E, D) make_kernels<Element::E, D, BackwardKind::kPlain, BackwardKind::kDropout, BackwardKind::kGeneral>(),
+#define TW_BACKWARD_SM80(E, D) \
+  make_kernels<Element::E, D, BackwardKind::kPlain, BackwardKind::kDropout, BackwardKind::kGeneral, BackwardKind::kOrdered>(),
 #include "cuda/kernels.def"
 };
 
@@ -60,9 +61,8 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // By the problem; tensors that are not aligned take the general kernel.
 BackwardKind kind_for(const tw_problem& p) {  // the sink is in lse already
   if (p.softcap != 0 || (p.features & (TW_HAS_BIAS | TW_HAS_ALIBI)) != 0) return BackwardKind::kGeneral;
-  return p.dropout_p > 0 ? BackwardKind::kDropout : BackwardKind::kPlain;
+  return p.dropout_p > 0 ? BackwardKind::kDropout : p.deterministic ? BackwardKind::kOrdered : BackwardKind::kPlain;
 }
-
 
 int64_t bias_size(const tw_problem& p) {
   return (p.bias_dims & TW_DIM_B ? p.batch : 1) * (p.bias_dims & TW_DIM_H ? p.num_heads_q : 1) *
@@ -86,7 +86,7 @@ struct Workspace {
     delta = take(true, rows);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim);
     ticket = take(p.deterministic, 1);
-    turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m));
+    turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.turn_rows()));
     dalibi_parts = take(has(p, TW_HAS_DALIBI), p.batch * p.num_heads_q * key_blocks);
     dbias_sum = take(has(p, TW_HAS_DBIAS), 2 * bias_size(p));
     dbias_flags = take(has(p, TW_HAS_DBIAS), ceil_div(bias_size(p), 32) + 3);
@@ -143,7 +143,7 @@ Status plan_backward_sm80(const tw_problem& p, const Target& target, Plan* plan)
   if (limit != 0 && config.shared_bytes() > limit)
     return unsupported("backward_sm80: ", dtype_name(p.dtype), " with head dims ", p.head_dim, ", ", p.head_dim_v, " needs ",
                        config.shared_bytes(), " bytes of shared memory a block, this GPU has ", limit);
-  constexpr const char* kKindNames[] = {"plain", "dropout", "general"};
+  constexpr const char* kKindNames[] = {"plain", "dropout", "general", "plain"};
   plan->config = concat(kKindNames[static_cast<int>(kind)], ", tile ", config.block_m, "x", config.block_n(),
                         "x", config.head_dim, ", ", config.num_warps, " warps, ", config.shared_bytes(), " bytes shared",
                         p.deterministic ? ", ordered sums" : "", p.sm_margin > 0 ? ", sm_margin not used" : "");
@@ -197,8 +197,9 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
 
   BackwardParams params = backward_params(p, t);
   params.head_dim_rounded = kernels.head_dim;
-
-  const BackwardKind kind = params.aligned ? kind_for(p) : BackwardKind::kGeneral;
+  params.deterministic = p.deterministic != 0 && t.dq != nullptr && p.seqlen_q > 0 && query_rows(p) > 0;
+  BackwardKind kind = params.aligned ? kind_for(p) : BackwardKind::kGeneral;
+  if (kind == BackwardKind::kOrdered && !params.deterministic) kind = BackwardKind::kPlain;
   if (kind == BackwardKind::kDropout) {
     params.delta_scale /= params.score.dropout.scale;
     params.gradient_scale *= params.score.dropout.scale;
@@ -213,21 +214,24 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
   params.delta = floats(layout.delta);
   if (t.dq) params.dq_sum = floats(layout.dq_sum);
   params.num_key_blocks = static_cast<int32_t>(std::max<int64_t>(key_blocks, 1));
-  params.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
+  params.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.turn_rows()));
   const double bytes = static_cast<double>(kernels.head_dim) * dtype_size(p.dtype) * 2 *
                        (static_cast<double>(p.seqlen_k) + 2.0 * static_cast<double>(p.seqlen_q) * std::max<int64_t>(group_size(p), 1));
   // As many heads as fit the second-level cache, where their sums of dQ are.
   const int64_t key_heads = p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
   params.section = params.score.window_right >= 0 ? heads_together(key_heads, 32e6 / std::max(bytes, 1.0)) : 1;
-  params.deterministic = p.deterministic != 0 && t.dq != nullptr && p.seqlen_q > 0 && query_rows(p) > 0;
   if (params.deterministic) {
-    // As many heads as fill the GPU: a block is behind its neighbour by the time that a turn takes, and where a head's blocks followed each
-    // other at once, those behind would wait for all before them.
-    params.section = std::max(256 / params.num_key_blocks, 1);
+    // Heads take turns, with twice as many blocks as are under way on an H200 (whatever GPU it is: `descending` changes the order of the
+    // sums, which must not hang on it). Of a head all at once, with fewer, the last wait for all before them; with more, what blocks of a
+    // head read one after the other is no longer in the cache.
+    const int64_t under_way = kernels.head_dim <= 64 ? 264 : 132;
+    params.section = static_cast<int32_t>(std::max<int64_t>(2 * under_way / params.num_key_blocks, 2));
+    if (config.knows_order() && params.score.window_right >= 0)
+      params.descending = static_cast<int32_t>(std::min<int64_t>(params.section, key_heads / 2));
     params.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
     params.turn = reinterpret_cast<int32_t*>(base + layout.turn);
     params.turns_per_block = 1;
-    params.block_m = config.block_m;
+    params.block_m = config.turn_rows();
   }
   if (t.dalibi) params.dalibi_parts = floats(layout.dalibi_parts);
   if (t.dbias) {

@@ -67,15 +67,31 @@ struct BackwardKernel : GradientSm80<C> {
     if (turn != kNoTurn && threadIdx.x == n % C.num_warps * 32) ptx::add_release(p.turn + turn, 1);  // its fence serves all threads before the barrier
   }
 
-  // How many key blocks add to dQ of a tile of queries before this one. With a mask to the right, the tile's last block comes
+  // Are the sums of dQ ordered?
+  static constexpr bool kOrdered = C.kind == BackwardKind::kOrdered;
+  __device__ __forceinline__ static bool ordered(const BackwardParams& p) {
+    if constexpr (C.knows_order()) return kOrdered;
+    else return p.deterministic;
+  }
+  int direction;  // kOrdered: of the walk over the queries, 1 or -1
+  __device__ __forceinline__ int start_tile() const { return kOrdered && direction < 0 ? first_tile + num_tiles - 1 : first_tile; }
+  // A turn is of kTurnTiles tiles of queries; does the block come to another one with this tile, does it leave it?
+  static constexpr int kTurnTiles = C.turn_rows() / kBlockM;
+  __device__ __forceinline__ bool starts_turn(int tile) const { return tile % kTurnTiles == 0 || tile == first_tile; }
+  __device__ __forceinline__ bool ends_turn(int tile) const {
+    return tile % kTurnTiles == kTurnTiles - 1 || tile == first_tile + num_tiles - 1;
+  }
+  __device__ __forceinline__ bool opens_turn(int tile) const { return kOrdered && direction < 0 ? ends_turn(tile) : starts_turn(tile); }
+  __device__ __forceinline__ bool closes_turn(int tile) const { return kOrdered && direction < 0 ? starts_turn(tile) : ends_turn(tile); }
+  // How many key blocks add to dQ of these queries before this one. With a mask to the right, the last block that sees them comes
   // first: it has just started there, when the blocks before it are still on their way, and nobody waits.
-  __device__ __forceinline__ int turn_of(int tile) const {
-    const int shift = s.seqlen_k - s.seqlen_q;
-    if (p.score.window_right >= 0) {
-      const int last_row = min(tile * kBlockM + kBlockM, s.seqlen_q) - 1;
+  __device__ __forceinline__ int turn_of(int turn) const {
+    const int shift = s.seqlen_k - s.seqlen_q, first_row = turn * C.turn_rows();
+    if (p.score.window_right >= 0 && !(kOrdered && direction < 0)) {
+      const int last_row = min(first_row + C.turn_rows(), s.seqlen_q) - 1;
       return min(last_row + shift + p.score.window_right, s.seqlen_k - 1) / kBlockN - key_block;
     }
-    const int first_key = p.score.window_left >= 0 ? max(0, tile * kBlockM + shift - p.score.window_left) : 0;
+    const int first_key = p.score.window_left >= 0 ? max(0, first_row + shift - p.score.window_left) : 0;
     return key_block - first_key / kBlockN;
   }
 
@@ -93,7 +109,7 @@ struct BackwardKernel : GradientSm80<C> {
     }
   }
 
-  // dQ of this tile of queries, added to the float32 sum. Returns the turn to pass on, or kNoTurn if sums are not ordered.
+  // dQ of this tile of queries, added to the float32 sum. Returns the turn to pass on, or kNoTurn.
   __device__ __forceinline__ uint32_t add_dq(uint32_t s_ds, uint32_t s_k, int head, int tile) const {
     const int query_group = warp % kQueryGroups, part = warp / kQueryGroups;
     const auto lane_ds = packed(lane_address_at<T, kPairBytes, kPartPair>(s_ds, lane));
@@ -102,10 +118,12 @@ struct BackwardKernel : GradientSm80<C> {
     float* out = p.dq_sum + (padded + query_group * kDqM * 16) * C.head_dim + (part * kDQ * 32 + lane) * 4;
     uint32_t turn = kNoTurn;
     int seen = 0, wanted = 0;
-    if (p.deterministic) {  // asked for here, the answer is there after the products
-      turn = (static_cast<uint32_t>(head) * p.sequence.batch + b) * p.num_query_blocks + tile;
-      wanted = turn_of(tile);
-      if (lane == 0) seen = ptx::load_relaxed(p.turn + turn);
+    if (ordered(p)) {  // asked for here, the answer is there after the products
+      turn = (static_cast<uint32_t>(head) * p.sequence.batch + b) * p.num_query_blocks + tile / kTurnTiles;
+      if (opens_turn(tile)) {
+        wanted = turn_of(tile / kTurnTiles);
+        if (lane == 0) seen = ptx::load_relaxed(p.turn + turn);
+      }
     }
 #pragma unroll 1
     for (int first = 0; first < kDQ; first += kPartDQ, out += kPartDQ * 128) {
@@ -123,7 +141,7 @@ struct BackwardKernel : GradientSm80<C> {
         for (int m = 0; m < kDqM; ++m) load_at<T>(a[m], lane_ds, step, query_group * kDqM + m);
         multiply_bt<T>(dq, a, lane_k, step, (part * kDQ + first) * 8);
       }
-      if (p.deterministic && first == 0) {
+      if (ordered(p) && first == 0) {
         // Until the key blocks before this one have added theirs. No value is read that they wrote, only added to in the
         // second-level cache, so a relaxed load that finds the turn is enough; whoever has to wait acquires.
         if (lane == 0)
@@ -136,7 +154,7 @@ struct BackwardKernel : GradientSm80<C> {
         for (int n = 0; n < kPartDQ; ++n)
           ptx::add_global(out + m * 16 * C.head_dim + n * 128, dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
     }
-    return turn;
+    return closes_turn(tile) ? turn : kNoTurn;
   }
 
   __device__ __forceinline__ void store_rows(const RowTensor& x, bool is_float, const float (&d)[kM][kD][4], float factor,
@@ -206,7 +224,7 @@ struct BackwardKernel : GradientSm80<C> {
         KCopy::load_rows(s_v, v, [&](int r) { return (j0 + r) * p.v.row; }, s.seqlen_k - j0, p.head_dim_v, false);
       }
       if constexpr (kSplits) load_rows(p.q, head_k * group, first_tile, s_arriving, p.head_dim);
-      else load_queries(head_k * group, first_tile, s_q, s_do, s_lse);
+      else load_queries(head_k * group, start_tile(), s_q, s_do, s_lse);
       ptx::cp_async_commit();
 
       const int warp_keys = warp / kSplit * kM * 16;
@@ -242,6 +260,11 @@ struct BackwardKernel : GradientSm80<C> {
         ptx::cp_async_commit();
       };
       const auto advance = [&](int& head, int& tile, int by) {  // by 0 or 1
+        if constexpr (kOrdered) {
+          tile += by * direction;
+          while (static_cast<unsigned>(tile - first_tile) >= static_cast<unsigned>(num_tiles)) tile -= direction * num_tiles, ++head;
+          return;
+        }
         tile += by;
         // The loop, which runs once at most, is what leaves ptxas registers enough with two stages, the condition with one.
         if constexpr (C.num_stages == 2) {
@@ -251,7 +274,7 @@ struct BackwardKernel : GradientSm80<C> {
         }
       };
 
-      int head = head_k * group, tile = first_tile;
+      int head = head_k * group, tile = start_tile();
       float dalibi = 0.f;
       uint32_t turn = kNoTurn;
       bool bad_queries = false, bad_keys;
@@ -500,11 +523,13 @@ struct BackwardKernel : GradientSm80<C> {
 };
 
 // Task `index`: key block inside key head inside batch entry (one more when keys are packed); with causal masks the blocks with
-// the most queries come first. Or with ordered sums the next ticket's.
+// the most queries come first. Or with ordered sums the next ticket's: then, with a mask to the right, the last keys of a section come
+// first (see turn_of()), so that its longest blocks come last. Of the last `descending` heads they come first, and all walk from the
+// last queries down, each behind the one before: the launch ends with short blocks.
 template <BackwardConfig C>
 __device__ __forceinline__ void backward_sm80_task(const BackwardParams& p, unsigned index, unsigned char* shared) {
   using Kernel = BackwardKernel<C>;
-  if (p.deterministic) {  // whoever waits for a turn waits for a block that has started before
+  if (Kernel::ordered(p)) {  // whoever waits for a turn waits for a block that has started before
     auto* ticket = reinterpret_cast<unsigned*>(shared);
     if (threadIdx.x == 0) *ticket = atomicAdd(reinterpret_cast<unsigned*>(p.ticket), 1u);
     __syncthreads();
@@ -512,18 +537,21 @@ __device__ __forceinline__ void backward_sm80_task(const BackwardParams& p, unsi
     __syncthreads();
   }
   const unsigned heads = p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k), blocks = p.num_key_blocks;
-  const unsigned first = index / (p.section * blocks) * p.section, inside = index - first * blocks;
-  const unsigned width = min(static_cast<unsigned>(p.section), heads - first);
+  // The heads at the end, if they are to come in the order of their keys, are a section of their own.
+  const unsigned others = heads - (Kernel::kOrdered ? p.descending : 0);
+  const bool descends = Kernel::kOrdered && index >= others * blocks;
+  const unsigned first = descends ? others : index / (p.section * blocks) * p.section, inside = index - first * blocks;
+  const unsigned width = descends ? heads - others : min(static_cast<unsigned>(p.section), others - first);
   unsigned key_block = inside / width;
   index = first + inside % width;
-  if (p.deterministic && p.score.window_right >= 0) key_block = blocks - 1 - key_block;  // in the order of their turns
+  if (Kernel::ordered(p) && p.score.window_right >= 0 && !descends) key_block = blocks - 1 - key_block;  // in the order of their turns
   const int h = static_cast<int>(index % p.sequence.num_heads_k);
   const int b = static_cast<int>(index / p.sequence.num_heads_k);
   if (b >= p.sequence.batch) {
     zero_key_tail<typename Kernel::T>(p, h, key_block, Kernel::kBlockN, threadIdx.x / 32, C.num_warps);
     return;
   }
-  Kernel kernel{{p}};
+  Kernel kernel{{p}, descends ? -1 : 1};
   kernel.b = b;
   kernel.head_k = h;
   kernel.key_block = static_cast<int>(key_block);
@@ -593,7 +621,7 @@ __device__ __forceinline__ void clear_part(const BackwardParams& p, unsigned ind
 // the sums of dq, then the tasks. Few blocks share both by tickets, since blocks that only find out that there is nothing to do
 // take their time; whoever needs the zeros waits for tickets that were taken before. lse and delta are those of sm_90's row.
 template <Element kElement, int kHeadDim>
-__global__ void __launch_bounds__(backward_config(kElement, BackwardKind::kPlain, kHeadDim, false).num_threads(), 1)
+__global__ void __launch_bounds__(conditional_config(kElement, kHeadDim).num_threads(), 1)
     backward_sm80_again_kernel(const __grid_constant__ BackwardParams p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
@@ -618,7 +646,7 @@ __global__ void __launch_bounds__(backward_config(kElement, BackwardKind::kPlain
       }
       __syncthreads();
       if (index >= static_cast<unsigned>(p.num_key_blocks) * p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k)) return;
-      backward_sm80_task<backward_config(kElement, BackwardKind::kPlain, kHeadDim, false)>(p, index, shared);
+      backward_sm80_task<conditional_config(kElement, kHeadDim)>(p, index, shared);
     }
     __syncthreads();
   }

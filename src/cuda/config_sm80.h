@@ -105,7 +105,12 @@ TW_HOST_DEVICE constexpr bool prefers_small(const ForwardConfig& large, const Fo
   return element_bytes(large.element) == 2 && fits_twice(small, limit) && !fits_twice(large, limit);
 }
 
-enum class BackwardKind : int { kPlain, kDropout, kGeneral };  // as ForwardKind
+enum class BackwardKind : int {
+  kPlain,    // as ForwardKind
+  kDropout,  // the same with dropout
+  kGeneral,  // everything
+  kOrdered,  // plain, with ordered sums of dQ, where BackwardConfig::knows_order()
+};
 
 struct BackwardConfig {
   Element element;
@@ -118,6 +123,7 @@ struct BackwardConfig {
   int num_stages;    // of Q and dO
   bool split = false;  // float32: the block splits K, Q, dO, P and dS into three bfloat16 parts, once; V is left to the warps
   bool one_pair_tile = false;  // P and dS go through the same shared memory, one after the other
+  bool asks_order = false;  // plain, and asks at run time whether sums of dQ are ordered
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int block_n() const { return num_warps / column_split * 16 * row_groups; }
@@ -126,6 +132,13 @@ struct BackwardConfig {
     return (part_bytes() + bytes) * block_n() * head_dim + num_stages * (2 * block_m * head_dim * part_bytes() + 2 * block_m * 4) +
            (split ? block_m * head_dim * bytes : 0) + pair_tiles() * block_n() * block_m * part_bytes() + mark_bytes() + 64;
   }
+  // Up to d 64 ordered sums are a kind of their own: to ask at run time costs either 3 to 4 %. Above, the plain kernel asks.
+  TW_HOST_DEVICE constexpr bool knows_order() const {
+    return element != Element::kFloat32 && head_dim <= 64 && (kind == BackwardKind::kPlain || kind == BackwardKind::kOrdered) && !asks_order;
+  }
+  // Queries whose ordered sums go together. The fence that passes a turn on takes as long as a fifth of a tile of 32 queries: 16k causal 275
+  // TFLOP/s, a turn a tile 261.
+  TW_HOST_DEVICE constexpr int turn_rows() const { return kind == BackwardKind::kOrdered && knows_order() ? 128 : block_m; }
   TW_HOST_DEVICE constexpr int part_bytes() const { return split ? 6 : element_bytes(element); }
   TW_HOST_DEVICE constexpr int pair_tiles() const { return column_split > 1 && !one_pair_tile ? 2 : 1; }  // dS; and P, if it is exchanged
   TW_HOST_DEVICE constexpr int mark_bytes() const { return (block_n() + 2 * block_m) * 4; }  // rows with inf or NaN
@@ -165,12 +178,19 @@ TW_HOST_DEVICE constexpr BackwardConfig backward_config(Element element, Backwar
 // float32: d 128 50 TFLOP/s (44), d 256 41 (22). 16 bits: 128 queries a tile instead of 64, so that a warp computes 32 x 32 of S and dP and
 // reads half an operand a product instead of three quarters: d 256 304 (248).
 TW_HOST_DEVICE constexpr BackwardConfig roomy_config(Element element, BackwardKind kind, int head_dim) {
-  if (element == Element::kFloat32 && head_dim > 96 && kind == BackwardKind::kPlain) {
+  if (element == Element::kFloat32 && head_dim > 96 && (kind == BackwardKind::kPlain || kind == BackwardKind::kOrdered)) {
     if (head_dim <= 128) return {element, kind, head_dim, 32, 8, 1, 2, 1, true};
     return {element, kind, head_dim, 32, 8, 1, 4, 1, true};
   }
   if (element != Element::kFloat32 && head_dim > 192) return {element, kind, head_dim, 128, 8, 2, 4, 1};
   return backward_config(element, kind, head_dim, false);
+}
+
+// Behind a row of sm_90, in both orders.
+TW_HOST_DEVICE constexpr BackwardConfig conditional_config(Element element, int head_dim) {
+  BackwardConfig config = backward_config(element, BackwardKind::kPlain, head_dim, false);
+  config.asks_order = true;
+  return config;
 }
 
 // Is there a shape of its own for GPUs with less shared memory?

@@ -60,9 +60,12 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
   extern template int launch_backward<Element::element, BackwardKind::kDropout, head_dim, true>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, false>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kGeneral, head_dim, true>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward<Element::element, BackwardKind::kOrdered, head_dim, false>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward<Element::element, BackwardKind::kOrdered, head_dim, true>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward_roomy<Element::element, BackwardKind::kPlain, head_dim>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward_roomy<Element::element, BackwardKind::kDropout, head_dim>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward_roomy<Element::element, BackwardKind::kGeneral, head_dim>(const BackwardParams&, int64_t, void*); \
+  extern template int launch_backward_roomy<Element::element, BackwardKind::kOrdered, head_dim>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward_again<Element::element, head_dim>(const BackwardParams&, int64_t, void*);
 #define TW_DECODE_SM80(element, head_dim) \
   extern template int launch_decode<Element::element, head_dim>(const ForwardParams&, int64_t, bool, void*);

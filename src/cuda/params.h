@@ -138,6 +138,7 @@ struct BackwardParams {
   int32_t section;  // key heads whose key blocks take turns, see heads_together()
   // Deterministic: blocks take tickets, and the sums of a tile of queries are added in the order of the key blocks.
   bool deterministic;
+  int32_t descending;  // sm_80, causal: of so many heads at the end the first keys come first, see backward_sm80_task()
   bool first_stores;  // sm_90a: who adds first to a tile stores, and sums to which nobody adds are never written
   int32_t* ticket;  // [1]
   int32_t* turn;    // [head, batch, query block, turns_per_block]: who has added, see DqSums
