@@ -1,10 +1,13 @@
 // Dropout: keep or drop is a pure function of (seed, offset, batch * num_heads_q + head, i, j), independent of tile
 // shape, backend and layout, so that CPU and CUDA, forward and backward draw the same mask.
 //
-// Philox-4x32-7 (Salmon et al. 2011) gives 16 bytes per call. One call serves 16 elements: of a block of 16 rows and
-// 32 columns, those that one thread of a tensor-core fragment owns: rows g and g + 8, columns 2t, 2t + 1 of each of
-// the four groups of 8 columns. Each element has a number of 16 bits (see number()) and is decided by comparing it with a limit, both
-// read as float16: two such comparisons are one instruction of a GPU, and with equally likely patterns any order does.
+// One draw of 16 bytes serves 16 elements: of a block of 16 rows and 32 columns, those that one thread of a tensor-core fragment
+// owns: rows g and g + 8, columns 2t, 2t + 1 of each of the four groups of 8 columns. Each element has a number of 16 bits (see number())
+// and is decided by comparing it with a limit, both read as float16: two such comparisons are one instruction of a GPU, and with equally
+// likely patterns any order does.
+//
+// A draw is made from two words of its row and two of its column, which a loop over columns or rows keeps: 16 instructions of a GPU in two
+// chains, and none of them a multiplication of 32 x 32 to 64 bits, which beside matrix products costs as much as six others (docs/adr/0004).
 #pragma once
 #include <cstdint>
 
@@ -24,63 +27,76 @@ struct Product {
   }
 };
 
-// Seven rounds are the fewest that pass BigCrush; the usual ten are a margin.
-inline constexpr int kPhiloxRounds = 7;
-
+// Philox-4x32-7 (Salmon et al. 2011), which gives each head its keys. Seven rounds are the fewest that pass BigCrush.
 inline constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
 inline constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
 
-TW_HOST_DEVICE inline Philox4 philox_round(const Philox4& x, uint32_t key0, uint32_t key1, int round) {
-  const Product product0(kPhiloxMultiplier0, x.word[0]), product1(kPhiloxMultiplier1, x.word[2]);
-  return {{product1.high ^ x.word[1] ^ (key0 + round * kPhiloxKeyStep0), product1.low,
-           product0.high ^ x.word[3] ^ (key1 + round * kPhiloxKeyStep1), product0.low}};
+TW_HOST_DEVICE inline Philox4 philox_4x32(Philox4 x, uint32_t key0, uint32_t key1) {
+  for (uint32_t round = 0; round < 7; ++round) {
+    const Product product0(kPhiloxMultiplier0, x.word[0]), product1(kPhiloxMultiplier1, x.word[2]);
+    x = {{product1.high ^ x.word[1] ^ (key0 + round * kPhiloxKeyStep0), product1.low,
+          product0.high ^ x.word[3] ^ (key1 + round * kPhiloxKeyStep1), product0.low}};
+  }
+  return x;
 }
 
-// Rounds first .. 6.
-TW_HOST_DEVICE inline Philox4 philox_4x32(Philox4 counter, uint32_t key0, uint32_t key1, int first = 0) {
-  for (int round = first; round < kPhiloxRounds; ++round) counter = philox_round(counter, key0, key1, round);
-  return counter;
+TW_HOST_DEVICE inline uint32_t swap_halves(uint32_t x) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(x, 0, 0x1032);
+#else
+  return x << 16 | x >> 16;
+#endif
 }
 
-// The draws of one head: Philox of the counter {batch * num_heads_q + head, column, offset, row} with the seed as key. What varies is in the
-// words that a round does not multiply, so for three rounds there is a part of the state that hangs on the row alone and one that
-// hangs on the column alone: a loop over one need not compute the other again, which saves up to 6 of 14 multiplications.
+struct Draw {
+  uint32_t word[4];
+};
+
+// The draws of one head. Rows and columns are those of draws: row 8 * (i / 16) + i % 8, column 4 * (j / 32) + j % 8 / 2.
 struct DropoutHead {
-  uint32_t key0, key1;
-  uint32_t row_key, row_key2;  // what rows and columns meet in rounds one and two
-  uint32_t column_key, column_key2;
+  uint32_t row_key[2], column_key;
 
-  TW_HOST_DEVICE DropoutHead(uint64_t seed, uint64_t offset, int64_t batch_head)
-      : key0(static_cast<uint32_t>(seed)), key1(static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32)) {
-    const Product product0(kPhiloxMultiplier0, static_cast<uint32_t>(batch_head)), product1(kPhiloxMultiplier1, static_cast<uint32_t>(offset));
-    row_key = product0.high ^ key1;
-    row_key2 = product1.low ^ (key0 + kPhiloxKeyStep0);
-    column_key = product1.high ^ key0;
-    column_key2 = product0.low ^ (key1 + kPhiloxKeyStep1);
+  TW_HOST_DEVICE DropoutHead(uint64_t seed, uint64_t offset, int64_t batch_head) {
+    const Philox4 keys = philox_4x32({{static_cast<uint32_t>(batch_head), static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32), 0}},
+                                     static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+    row_key[0] = keys.word[0], row_key[1] = keys.word[1], column_key = keys.word[2];
+  }
+  // The same with columns counted from `column`: a thread adds its own part of the number once.
+  TW_HOST_DEVICE DropoutHead from_column(uint32_t column) const {
+    DropoutHead head = *this;
+    head.column_key += column * kMultiplier0;
+    return head;
   }
 
   struct Part {
-    uint32_t first, second, third;
+    uint32_t first, second;
   };
-  // Of rows 16 * row_block + g and + 8: row = 8 * row_block + g.
-  TW_HOST_DEVICE Part row_part(int64_t row) const {
-    const Product product1(kPhiloxMultiplier1, row_key ^ static_cast<uint32_t>(row));
-    const Product product0(kPhiloxMultiplier0, product1.high ^ row_key2);
-    return {product1.low ^ (key0 + 2 * kPhiloxKeyStep0), product0.high ^ (key1 + 2 * kPhiloxKeyStep1), product0.low};
+  TW_HOST_DEVICE Part row_part(int64_t row) const { return spread(static_cast<uint32_t>(row) * kMultiplier0 + row_key[0], row_key[1]); }
+  TW_HOST_DEVICE Part column_part(int64_t column) const { return spread(static_cast<uint32_t>(column) * kMultiplier0 + column_key, 0); }
+
+  // Row and column meet in two products, each of a word of the one and a word of the other; with constants instead it takes twice the rounds
+  // until nothing is left of what the draws of two rows, or of two columns, have in common.
+  TW_HOST_DEVICE static Draw draw(const Part& row, const Part& column) {
+    uint32_t a = row.first * column.second + column.first, b = column.first;
+    uint32_t c = row.second * column.first + column.second, d = column.second;
+    d = swap_halves(d ^ a), b = swap_halves(b ^ c);
+    a = a * kMultiplier2 + b, c = c * kMultiplier3 + d;
+    d = swap_halves(d ^ a), b = swap_halves(b ^ c);
+    a = a * kMultiplier0 + b, c = c * kMultiplier1 + d;
+    return {{a, b ^ c, c, d ^ a}};
   }
-  // Of columns 32 * column_block + 8 n + {2 t, 2 t + 1}: column = 4 * column_block + t.
-  TW_HOST_DEVICE Part column_part(int64_t column) const {
-    const Product product0(kPhiloxMultiplier0, column_key ^ static_cast<uint32_t>(column));
-    const Product product1(kPhiloxMultiplier1, product0.high ^ column_key2);
-    return {product1.high, product0.low, product1.low};
-  }
-  // The state of both before round kMeetingRound, and the 16 bytes.
-  static constexpr int kMeetingRound = 3;
-  TW_HOST_DEVICE static Philox4 meet(const Part& row, const Part& column) {
-    return {{column.first ^ row.first, column.third, column.second ^ row.second, row.third}};
-  }
-  TW_HOST_DEVICE Philox4 draw(const Part& row, const Part& column) const {
-    return philox_4x32(meet(row, column), key0, key1, kMeetingRound);
+
+ private:
+  static constexpr uint32_t kMultiplier0 = kPhiloxMultiplier0, kMultiplier1 = kPhiloxMultiplier1, kMultiplier2 = kPhiloxKeyStep0,
+                            kMultiplier3 = kPhiloxKeyStep1;
+
+  // Two words, every bit of which hangs on all of u.
+  TW_HOST_DEVICE static Part spread(uint32_t u, uint32_t key) {
+    uint32_t v = swap_halves(u ^ key);
+    u = u * kMultiplier3 + v, v = swap_halves(v ^ u);
+    u = u * kMultiplier1 + v, v = swap_halves(v ^ u);
+    u = u * kMultiplier2 + v, v ^= u;
+    return {u, v};
   }
 };
 
@@ -121,7 +137,7 @@ struct Dropout {
   // The number of an element of a draw. Row g: a half of word n = group of 8 columns, so that the word is the pair of columns.
   // Row g + 8: the half's low byte is the number's high byte, and its low byte is the high byte of that half of word n ^ 1. Thus an
   // element's low byte is the high byte of one other, to which it matters only if its high byte ties with the limit's (1 in 256).
-  TW_HOST_DEVICE static uint32_t number(const Philox4& draw, int e) {
+  TW_HOST_DEVICE static uint32_t number(const Draw& draw, int e) {
     const int n = e >> 2, shift = e & 1 ? 16 : 0;
     const uint32_t half = draw.word[n] >> shift & 0xffff;
     return e & 2 ? (half & 0xff) << 8 | (draw.word[n ^ 1] >> shift >> 8 & 0xff) : half;
@@ -134,7 +150,7 @@ struct Dropout {
 
   TW_HOST_DEVICE bool keep(int64_t batch_head, int64_t i, int64_t j) const {
     const DropoutHead draws(seed, offset, batch_head);
-    const Philox4 draw = draws.draw(draws.row_part((i >> 4) * 8 + (i & 7)), draws.column_part((j >> 5) * 4 + ((j & 7) >> 1)));
+    const Draw draw = draws.draw(draws.row_part((i >> 4) * 8 + (i & 7)), draws.column_part((j >> 5) * 4 + ((j & 7) >> 1)));
     return keeps(number(draw, element(i, j)));
   }
 };

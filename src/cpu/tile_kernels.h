@@ -583,14 +583,9 @@ void dropout_bits(const Dropout& dropout, int64_t batch_head, int64_t row_block,
   for (int t = 0; t < 4; ++t) columns[t] = draws.column_part(col_block * 4 + t);
   uint32_t word[4][kDraws];
   for (int n = 0; n < kDraws; ++n) {
-    const Philox4 start = DropoutHead::meet(rows[n / 4], columns[n % 4]);
-    for (int k = 0; k < 4; ++k) word[k][n] = start.word[k];
+    const Draw draw = DropoutHead::draw(rows[n / 4], columns[n % 4]);
+    for (int k = 0; k < 4; ++k) word[k][n] = draw.word[k];
   }
-  for (int round = DropoutHead::kMeetingRound; round < kPhiloxRounds; ++round)
-    for (int n = 0; n < kDraws; ++n) {
-      const Philox4 next = philox_round({{word[0][n], word[1][n], word[2][n], word[3][n]}}, draws.key0, draws.key1, round);
-      for (int k = 0; k < 4; ++k) word[k][n] = next.word[k];
-    }
   uint32_t kept[kDraws] = {};  // bit e: element e
   unroll<16>([&](auto e) TW_LAMBDA {
     for (int n = 0; n < kDraws; ++n)

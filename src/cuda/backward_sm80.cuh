@@ -28,7 +28,7 @@ struct BackwardKernel : GradientSm80<C> {
       G::kUnroll, G::kBytes, G::kPairBytes, G::kTileQ, G::kTileK, G::kTilePair, G::kPartQ, G::kPartK, G::kPartPair,
       G::in_shared, G::p, G::b, G::head_k, G::key_block, G::s, G::warp, G::lane, G::group, G::first_tile, G::num_tiles,
       G::key_row, G::query_column, G::load_queries, G::load_rows, G::load_row_scalars, G::restore_nonfinite, G::note_nan_rows, G::kBadQ, G::kBadDout,
-      G::pointwise,
+      G::draws_of_keys, G::pointwise,
       G::pointwise_general, G::mask;
 
   // dQ: warps = query groups x column parts. Two groups of 16 queries a warp read less from shared memory than one, if enough
@@ -278,6 +278,7 @@ struct BackwardKernel : GradientSm80<C> {
       float dalibi = 0.f;
       uint32_t turn = kNoTurn;
       bool bad_queries = false, bad_keys;
+      typename G::Draws draws{DropoutHead(0, 0, 0), {}};  // BackwardKind::kDropout
       if constexpr (kSplits) {
         ptx::cp_async_wait<0>();
         const bool found = KCopy::remove_nonfinite(s_q, key_marks);
@@ -317,6 +318,7 @@ struct BackwardKernel : GradientSm80<C> {
         const uint32_t stage = C.num_stages == 2 ? n & 1 : 0;
         const uint32_t q_tile = s_q + stage * kTileQ, do_tile = s_do + stage * kTileQ, lse_tile = s_lse + stage * 2 * kBlockM * 4;
         const int i0 = tile * kBlockM;
+        if (kDrops && (n == 0 || tile == first_tile)) draws = draws_of_keys(dropout, head);
         uint32_t* const query_marks = marks + kBlockN + (n & 1) * kBlockM;
 
         if constexpr (kSplits) {
@@ -367,12 +369,12 @@ struct BackwardKernel : GradientSm80<C> {
           // Two copies of the code, or one and a pass for masks: the first is 5 % faster where two warps share keys, the second 3 %
           // where none do.
           if constexpr (kSplit == 1 && !kWide) {
-            pointwise(x, dp, lse_tile, false, i0, head, dropout);
+            pointwise(x, dp, lse_tile, false, i0, dropout, draws);
             if (masked) mask(x, dp, i0);
           } else if (masked) {
-            pointwise(x, dp, lse_tile, true, i0, head, dropout);
+            pointwise(x, dp, lse_tile, true, i0, dropout, draws);
           } else {
-            pointwise(x, dp, lse_tile, false, i0, head, dropout);
+            pointwise(x, dp, lse_tile, false, i0, dropout, draws);
           }
         }
 

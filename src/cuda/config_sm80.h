@@ -45,10 +45,13 @@ struct ForwardConfig {
   TW_HOST_DEVICE constexpr int row_groups() const { return block_m / (num_warps * 16); }  // of 16 rows, per warp
   TW_HOST_DEVICE constexpr int query_bytes() const { return block_m * head_dim * (split == Split::kAll ? 6 : element_bytes(element)); }
   TW_HOST_DEVICE constexpr int key_bytes() const { return block_n * head_dim * (split == Split::kWarp ? element_bytes(element) : 6); }
-  // K, V, and the floats of either as they arrive.
+  // Dropout's words of a thread's rows wait in shared memory where two stages leave no registers (d 128: 7 words spilled).
+  TW_HOST_DEVICE constexpr bool shares_row_words() const { return kind == ForwardKind::kDropout && num_stages == 2; }
+  TW_HOST_DEVICE constexpr int row_words_offset() const { return shared_bytes() - block_n * 4 - (shares_row_words() ? num_threads() * 16 : 0); }
+  // K, V, the floats of either as they arrive, and marks of keys.
   TW_HOST_DEVICE constexpr int shared_bytes() const {
     return query_bytes() + (split == Split::kInTurn ? 1 : 2) * num_stages * key_bytes() + (split == Split::kWarp ? 0 : block_n * head_dim * 4) +
-           block_n * 4;
+           (shares_row_words() ? num_threads() * 16 : 0) + block_n * 4;
   }
   // Live 32-bit registers of the main loop: O, S, an operand of one step (of float32 three parts and sums), and the addresses
   // and counters of about 40 more.

@@ -182,24 +182,40 @@ struct ForwardKernel {
   // What of dropout's draws is fixed for this thread's rows. The general kernel, mostly without dropout, finds it out again for each draw.
   struct Draws {
     DropoutHead head;
-    DropoutHead::Part rows[kM];
+    DropoutHead::Part rows[kM];  // or at row_words()
   };
+  __device__ __forceinline__ static uint32_t row_words() {  // its address costs fewer registers than a copy of it
+    extern __shared__ __align__(128) unsigned char shared[];
+    return ptx::shared_address(shared) + C.row_words_offset() + ptx::thread_index() * 16;
+  }
   __device__ __forceinline__ Draws draws_of_rows() const {
-    Draws draws{head_draws(resolve_dropout(p.score), static_cast<int64_t>(b) * p.sequence.num_heads_q + first_head), {}};
+    const Dropout dropout = resolve_dropout(p.score);
+    Draws draws{DropoutHead(dropout.seed, dropout.offset, static_cast<int64_t>(b) * p.sequence.num_heads_q + first_head), {}};
 #pragma unroll
     for (int m = 0; m < kM; ++m) draws.rows[m] = draws.head.row_part((first_row / 16 + warp * kM + m) * 8 + (lane >> 2));
+    draws.head = draws.head.from_column(lane & 3);
+    if constexpr (C.shares_row_words()) {
+      static_assert(kM <= 2);
+      ptx::store_shared(row_words(), make_uint4(draws.rows[0].first, draws.rows[0].second, draws.rows[kM - 1].first, draws.rows[kM - 1].second));
+    }
     return draws;
   }
   // The draws for this thread's rows and 32 keys.
-  __device__ __forceinline__ void draw_keys(Philox4 (&drawn)[kM], int j0, const Draws& fixed) const {
-    const Draws draws = kGeneral ? draws_of_rows() : fixed;
-    const DropoutHead::Part keys = draws.head.column_part((j0 >> 3) + (lane & 3));
+  __device__ __forceinline__ void draw_keys(Draw (&drawn)[kM], int j0, const Draws& fixed) const {
+    Draws draws = fixed;
+    if constexpr (kGeneral) draws = draws_of_rows();
+    if constexpr (C.shares_row_words()) {
+      const uint4 words = ptx::load_shared_16(row_words());
+      draws.rows[0] = {words.x, words.y};
+      draws.rows[kM - 1] = {words.z, words.w};
+    }
+    const DropoutHead::Part keys = draws.head.column_part(j0 >> 3);
 #pragma unroll
     for (int m = 0; m < kM; ++m) drawn[m] = draws.head.draw(draws.rows[m], keys);
   }
 
   // The operand of 16 keys, with zeros for what dropout takes; the sums have it. float32: in x, too, see pair_at().
-  __device__ __forceinline__ void operand_of_kept(OperandA<T> (&a)[kM], float (&x)[kM][kN][4], int step, const Philox4 (&drawn)[kM],
+  __device__ __forceinline__ void operand_of_kept(OperandA<T> (&a)[kM], float (&x)[kM][kN][4], int step, const Draw (&drawn)[kM],
                                                   bool drops) const {
     const Dropout& dropout = p.score.dropout;
     if constexpr (sizeof(T) == 4) {
@@ -422,7 +438,7 @@ struct ForwardKernel {
     // Steps whose draws come before the first product: all of them above d 128 (d 256 329 TFLOP/s, one after the other 311), else one.
     constexpr int kAhead = kDrops && C.head_dim > 128 ? kN / 2 : 1;
     OperandA<T> operand[kN / 2][kM];
-    Philox4 drawn[kM];
+    Draw drawn[kM];
 #pragma unroll
     for (int n = 0; n < kN; n += kGroup) {
       exponentials(row, shift, x, c, n, n + kGroup);
@@ -477,7 +493,7 @@ struct ForwardKernel {
     }
     row.large = row.settled = false;
 
-    Draws draws{{0, 0, 0}, {}};
+    Draws draws{DropoutHead(0, 0, 0), {}};
     if constexpr (kDrops && !kGeneral) draws = draws_of_rows();
     const bool drops = kDrops && (!kGeneral || p.score.dropout.active());
     const float scale_down = kDrops && p.score.dropout.active() ? p.score.dropout.scale : 1.f;

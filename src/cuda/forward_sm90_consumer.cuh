@@ -31,6 +31,11 @@ struct ConsumerSm90 : OutputSm90<C> {
 
   uint32_t probabilities[kP];  // P(j-1), as the A operand of the next product
   uint32_t query[kQ];
+  struct Draws {
+    DropoutHead head{0, 0, 0};
+    DropoutHead::Part row{};
+  } draws;  // ScoreKind::kGeneral
+  static constexpr int kDraws = kS / 16;  // of a step: 32 keys each
 
   unsigned tile = 0;   // number of the next tile's Work in shared memory
   int steps;           // key tiles of this consumer
@@ -218,26 +223,23 @@ struct ConsumerSm90 : OutputSm90<C> {
       }
     }
   }
-  // Zeros for what dropout takes; the sums have it. 16 rows and 32 keys share the draws of core/dropout.h.
-  __device__ __forceinline__ void drop(float (&s)[kS], int n) const {
+  // Dropout: what of the draws is fixed for the tile; the draws of a step, made while O is on its way; zeros for what they take, in packed
+  // pairs. The sums have it. 16 rows and 32 keys share the draws of core/dropout.h.
+  __device__ __forceinline__ void begin_draws() {
     if constexpr (C.general()) {
       if (!p.forward.score.dropout.active()) return;
-      const Dropout dropout = resolve_dropout(p.forward.score);
       const Work& w = work(tile - 1);
+      const Dropout dropout = resolve_dropout(p.forward.score);
       const int64_t head = static_cast<int64_t>(w.batch) * p.forward.sequence.num_heads_q + head_of_warp(w);
-      const DropoutHead draws(dropout.seed, dropout.offset, head);
-      const DropoutHead::Part row = draws.row_part((w.first_row + row_of_warp()) / 2 + (lane >> 2));
-#pragma unroll
-      for (int x = 0; x < kS / 16; ++x) {
-        const Philox4 draw = draws.draw(row, draws.column_part(first_key(n) / 8 + 4 * x + (lane & 3)));
-#pragma unroll
-        for (int pair = 0; pair < 8; ++pair) {
-          const KeptPair kept = kept_pair(numbers_of(draw, pair / 2, pair % 2), dropout);
-          if (!kept.low) s[16 * x + 2 * pair] = 0.f;
-          if (!kept.high) s[16 * x + 2 * pair + 1] = 0.f;
-        }
-      }
+      draws.head = DropoutHead(dropout.seed, dropout.offset, head).from_column(lane & 3);
+      draws.row = draws.head.row_part((w.first_row + row_of_warp()) / 2 + (lane >> 2));
     }
+  }
+  __device__ __forceinline__ void draw_keys(Draw (&drawn)[kDraws], int n) const {
+    if constexpr (C.general())
+      if (p.forward.score.dropout.active())
+#pragma unroll
+        for (int x = 0; x < kDraws; ++x) drawn[x] = draws.head.draw(draws.row, draws.head.column_part(first_key(n) / 8 + 4 * x));
   }
   __device__ __forceinline__ void note_maximum(const float (&s)[kS]) {
     if constexpr (C.general())
@@ -245,9 +247,13 @@ struct ConsumerSm90 : OutputSm90<C> {
       for (int half = 0; half < 2; ++half) rows.maximum[half] = fmaxf(rows.maximum[half], row_max(s, half));
   }
 
-  __device__ __forceinline__ void pack(const float (&s)[kS]) {
+  __device__ __forceinline__ void pack(const float (&s)[kS], const Draw (&drawn)[kDraws]) {
 #pragma unroll
     for (int n = 0; n < kP; ++n) probabilities[n] = ptx::pack<T>(s[2 * n], s[2 * n + 1]);
+    if constexpr (C.general())
+      if (p.forward.score.dropout.active())
+#pragma unroll
+        for (int n = 0; n < kP; ++n) probabilities[n] &= keep_mask(numbers_of(drawn[n / 8], n / 2 % 4, n % 2), p.forward.score.dropout);
   }
 
   // P of this step. In a branch that the compiler cannot see through: it would move the wait for O, which nothing here
@@ -281,7 +287,8 @@ struct ConsumerSm90 : OutputSm90<C> {
     if constexpr (kMasked) mask_step(s, n);
     note_maximum(s);
     weights(s, noted);
-    drop(s, n);
+    Draw drawn[kDraws];
+    draw_keys(drawn, n);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
@@ -296,17 +303,18 @@ struct ConsumerSm90 : OutputSm90<C> {
     const float sums[2] = {kSumsTell ? o[kO - 4] : 0.f, kSumsTell ? o[kO - 2] : 0.f};
     const float largest = kSumsTell ? fmaxf(sums[0], sums[1]) : fmaxf(noted[0], noted[1]);
     if (__any_sync(0xffffffffu, largest > Range::kLarge)) raise_references<C.element>(rows, s, o, sums);
-    pack(s);
+    pack(s, drawn);
   }
 
   // P of a tile's first keys, from its S: here the rows get their m.
-  __device__ __forceinline__ void first_weights(float (&s)[kS], float (&noted)[2]) {
+  __device__ __forceinline__ void first_weights(float (&s)[kS], float (&noted)[2], Draw (&drawn)[kDraws]) {
     options(s, 0);
     mask_first(s);
     start_rows<C.element>(rows, s, p.scale_log2);
     note_maximum(s);
     weights(s, noted);
-    drop(s, 0);
+    begin_draws();
+    draw_keys(drawn, 0);
   }
 
   // The last product of the tile so far, behind the first one of the next. next_tile() has gone on already.
@@ -320,14 +328,15 @@ struct ConsumerSm90 : OutputSm90<C> {
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
-    first_weights(s, noted);
+    Draw drawn[kDraws];
+    first_weights(s, noted, drawn);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
     release(shared.v_empty(v.stage));
     v.advance();
     if constexpr (kSum) rows.sum[0] = noted[0], rows.sum[1] = noted[1];
-    pack(s);
+    pack(s, drawn);
     if (is_part(work(tile - 2)))  // a block finishes no part before its last one
       hand_over(done_rows);
     else
@@ -347,9 +356,10 @@ struct ConsumerSm90 : OutputSm90<C> {
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
-    first_weights(s, noted);
+    Draw drawn[kDraws];
+    first_weights(s, noted, drawn);
     if constexpr (kSum) rows.sum[0] = noted[0], rows.sum[1] = noted[1];
-    pack(s);
+    pack(s, drawn);
   }
 
   __device__ __forceinline__ void last_step() {

@@ -16,16 +16,8 @@ __device__ __forceinline__ Dropout resolve_dropout(const ScoreParams& p) {
   return dropout;
 }
 
-// A head's draws, the keys in uniform registers.
-__device__ __forceinline__ DropoutHead head_draws(const Dropout& dropout, int64_t batch_head) {
-  DropoutHead draws(dropout.seed, dropout.offset, batch_head);
-  draws.key0 = ptx::uniform(draws.key0);
-  draws.key1 = ptx::uniform(draws.key1);
-  return draws;
-}
-
 // The numbers of columns 2t, 2t + 1 in group n of 8, row g (half 0) or g + 8: Dropout::number of both.
-__device__ __forceinline__ uint32_t numbers_of(const Philox4& draw, int n, int half) {
+__device__ __forceinline__ uint32_t numbers_of(const Draw& draw, int n, int half) {
   return half == 0 ? draw.word[n] : __byte_perm(draw.word[n], draw.word[n ^ 1], 0x2705);
 }
 

@@ -159,7 +159,7 @@ struct ExactRows {
       if (!p.score.dropout.active()) return;
       const Dropout dropout = resolve_dropout(p.score);
       const DropoutHead draws(dropout.seed, dropout.offset, head);
-      const Philox4 draw = draws.draw(draws.row_part(first_row / 2 + (lane() >> 2)), draws.column_part(j0 / 32 * 4 + (lane() & 3)));
+      const Draw draw = draws.draw(draws.row_part(first_row / 2 + (lane() >> 2)), draws.column_part(j0 / 32 * 4 + (lane() & 3)));
 #pragma unroll
       for (int e = 0; e < 16; ++e)
         if (e / 8 == (j0 >> 4 & 1) && !dropout.keeps(Dropout::number(draw, e))) x[e / 4 % 2][e & 3] = 0.f;

@@ -128,12 +128,20 @@ struct GradientSm80 {
       return __byte_perm(own[m], other[m], selector ^ swap);
     }
   };
-  __device__ __forceinline__ Numbers draw_numbers(const Dropout& dropout, int i, int head) const {
+  // What of the draws is fixed for this thread's keys and a head.
+  struct Draws {
+    DropoutHead head;
+    DropoutHead::Part keys;
+  };
+  __device__ __forceinline__ Draws draws_of_keys(const Dropout& dropout, int head) const {
+    Draws draws{DropoutHead(dropout.seed, dropout.offset, static_cast<int64_t>(b) * p.sequence.num_heads_q + head), {}};
+    draws.keys = draws.head.column_part(((key_block * kBlockN + key_row(0, 0)) >> 5) * 4 + (lane >> 3));
+    return draws;
+  }
+  __device__ __forceinline__ Numbers draw_numbers(const Draws& draws, int i) const {
     static_assert(kM <= 2);  // one block of 32 columns
     const int parity = lane >> 2 & 1;
-    const DropoutHead draws(dropout.seed, dropout.offset, static_cast<int64_t>(b) * p.sequence.num_heads_q + head);
-    const DropoutHead::Part keys = draws.column_part(((key_block * kBlockN + key_row(0, 0)) >> 5) * 4 + (lane >> 3));
-    const Philox4 draw = draws.draw(draws.row_part((i >> 4) * 8 + (i & 7) + parity), keys);
+    const Draw draw = draws.head.draw(draws.head.row_part((i >> 4) * 8 + (i & 7) + parity), draws.keys);
     Numbers numbers;
     numbers.swap = parity ? 0x4444 : 0;
 #pragma unroll
@@ -150,8 +158,8 @@ struct GradientSm80 {
 
   // x: S^T becomes P^T (dropped and scaled, as dV wants it); dp: dP^T becomes dS^T, the gradient of scale * (q . k).
   // Masked: zero where a query does not see a key. Not by a product: dP of such a pair may be NaN.
-  __device__ __forceinline__ void pointwise(float (&x)[kM][kN][4], float (&dp)[kM][kN][4], uint32_t s_lse, bool masked, int i0, int head,
-                                            const Dropout& dropout) const {
+  __device__ __forceinline__ void pointwise(float (&x)[kM][kN][4], float (&dp)[kM][kN][4], uint32_t s_lse, bool masked, int i0,
+                                            const Dropout& dropout, const Draws& draws) const {
     const float c = p.score.scale_log2;
     Range queries[kM][2];
     if (masked) {
@@ -169,7 +177,7 @@ struct GradientSm80 {
     for (int n = 0; n < kN; ++n) {
       const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
       const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
-      if (kDrops && n % 2 == 0) numbers = draw_numbers(dropout, i0 + query_column(n), head);
+      if (kDrops && n % 2 == 0) numbers = draw_numbers(draws, i0 + query_column(n));
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -239,12 +247,14 @@ struct GradientSm80 {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         queries[m][half] = visible_queries(score, j0 + key_row(m, half), s.seqlen_q, s.seqlen_k);
+    Draws draws{DropoutHead(0, 0, 0), {}};
+    if (drops) draws = draws_of_keys(dropout, head);
     Numbers numbers;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
       const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
-      if (drops && n % 2 == 0) numbers = draw_numbers(dropout, i0 + query_column(n), head);
+      if (drops && n % 2 == 0) numbers = draw_numbers(draws, i0 + query_column(n));
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
