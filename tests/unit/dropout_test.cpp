@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <set>
 #include <vector>
@@ -22,17 +24,123 @@ TEST(Philox, KnownAnswers) {  // of the authors' distribution (Random123, philox
          {{0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a}});
 }
 
-// Three rounds apart for rows and columns, four together: the same as seven of the counter.
-TEST(Philox, RowsAndColumnsMeetInTheFourthRound) {
-  for (uint64_t n = 0; n < 1000; ++n) {
-    const uint64_t seed = n * 0x9E3779B97F4A7C15u, offset = seed * 0xD1B54A32D192ED03u;
-    const auto head = static_cast<uint32_t>(seed >> 7), row = static_cast<uint32_t>(offset >> 9), column = static_cast<uint32_t>(offset >> 33);
-    const DropoutHead draws(seed, offset, head);
-    const Philox4 got = draws.draw(draws.row_part(row), draws.column_part(column));
-    const Philox4 want = philox_4x32({{head, column, static_cast<uint32_t>(offset), row}}, static_cast<uint32_t>(seed),
-                                     static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32));
+// Of a program that shares nothing with this one (Python's integers).
+TEST(Draws, KnownAnswers) {
+  const auto expect = [](const DropoutHead& head, int64_t row, int64_t column, const Draw& want) {
+    const Draw got = DropoutHead::draw(head.row_part(row), head.column_part(column));
+    for (int n = 0; n < 4; ++n) EXPECT_EQ(got.word[n], want.word[n]) << n;
+  };
+  expect(DropoutHead(1, 2, 3), 4, 5, {{0xc68aee91, 0x2ac61b84, 0xe9d23ee1, 0xcb685dd}});
+  expect(DropoutHead(0x123456789abcdef0, 0xfedcba9876543210, 70000), 0x1fffffff, 0x7ffffff, {{0x604fdcbc, 0x7859764d, 0xaf3fc209, 0xb7b194db}});
+}
+
+TEST(Draws, ColumnsCanBeCountedFromAnyOfThem) {
+  const DropoutHead head(5, 6, 7);
+  for (uint32_t first = 0; first < 4; ++first)
+    for (int64_t column = 0; column < 64; column += 4) {
+      const DropoutHead::Part got = head.from_column(first).column_part(column), want = head.column_part(column + first);
+      EXPECT_EQ(got.first, want.first);
+      EXPECT_EQ(got.second, want.second);
+    }
+}
+
+// What a row and a column leave of themselves in a draw. The strongest test of it that we know is the rectangle: the exclusive or of the draws
+// of rows i, i' and columns j, j', in which everything cancels that rows and columns contribute each for itself. Its bits, and the
+// exclusive or of any two of them, must be even. mix() is draw() with any number of rounds: with one fewer than it has, the test fails.
+Draw mix(const DropoutHead::Part& row, const DropoutHead::Part& column, int rounds) {
+  constexpr uint32_t kFactor[4] = {0x9E3779B9u, 0xBB67AE85u, 0xD2511F53u, 0xCD9E8D57u};
+  uint32_t a = row.first * column.second + column.first, b = column.first, c = row.second * column.first + column.second, d = column.second;
+  for (int n = 0; n < rounds; ++n) {
+    d = (d ^ a) >> 16 | (d ^ a) << 16, b = (b ^ c) >> 16 | (b ^ c) << 16;
+    a = a * kFactor[2 * n % 4] + b, c = c * kFactor[2 * n % 4 + 1] + d;
+  }
+  return {{a, b ^ c, c, d ^ a}};
+}
+
+// Largest deviation, in sigma, of the bits of 2^14 blocks and of all 8128 pairs of bits.
+template <class Block>
+double unevenness(Block&& block) {
+  constexpr int kBlocks = 1 << 14;
+  static int64_t count[128][128];  // [x][x]: bit x; [x][y]: bit x ^ bit y
+  for (auto& row : count)
+    for (int64_t& n : row) n = 0;
+  for (int first = 0; first < kBlocks; first += 64) {
+    uint64_t bits[128] = {};
+    for (int n = 0; n < 64; ++n) {
+      const Draw draw = block(first + n);
+      for (int k = 0; k < 128; ++k) bits[k] |= static_cast<uint64_t>(draw.word[k / 32] >> k % 32 & 1) << n;
+    }
+    for (int x = 0; x < 128; ++x) {
+      count[x][x] += std::popcount(bits[x]);
+      for (int y = 0; y < x; ++y) count[x][y] += std::popcount(bits[x] ^ bits[y]);
+    }
+  }
+  double worst = 0;
+  for (int x = 0; x < 128; ++x)
+    for (int y = 0; y <= x; ++y) worst = std::max(worst, std::abs(static_cast<double>(count[x][y]) - kBlocks / 2) / (std::sqrt(kBlocks) / 2));
+  return worst;
+}
+
+Draw operator^(const Draw& x, const Draw& y) {
+  return {{x.word[0] ^ y.word[0], x.word[1] ^ y.word[1], x.word[2] ^ y.word[2], x.word[3] ^ y.word[3]}};
+}
+
+constexpr double kUneven = 6.5;  // of about 2 million numbers below, one beyond it by chance has a probability of 2e-4
+
+// Pairs of rows (or columns) n * 2 distance + m and that + distance, m below distance: all of them once.
+int64_t lower(int64_t n, int64_t distance) { return n / distance * 2 * distance + n % distance; }
+
+double rectangles(const DropoutHead& head, int64_t rows_apart, int64_t columns_apart, int rounds) {
+  return unevenness([&](int n) {
+    const int64_t i = lower(n >> 7, rows_apart), j = lower(n & 127, columns_apart);
+    const DropoutHead::Part r0 = head.row_part(i), r1 = head.row_part(i + rows_apart);
+    const DropoutHead::Part c0 = head.column_part(j), c1 = head.column_part(j + columns_apart);
+    return mix(r0, c0, rounds) ^ mix(r1, c0, rounds) ^ mix(r0, c1, rounds) ^ mix(r1, c1, rounds);
+  });
+}
+
+constexpr int kRounds = 2;
+
+TEST(Draws, AreTheMixOfTwoRounds) {
+  const DropoutHead head(3, 4, 5);
+  for (int64_t n = 0; n < 1000; ++n) {
+    const DropoutHead::Part row = head.row_part(n * 77), column = head.column_part(n * 1234567);
+    const Draw got = DropoutHead::draw(row, column), want = mix(row, column, kRounds);
     for (int k = 0; k < 4; ++k) ASSERT_EQ(got.word[k], want.word[k]);
   }
+}
+
+TEST(Draws, RowsAndColumnsLeaveNoTrace) {
+  for (const uint64_t seed : {0, 1, 2})
+    for (const int64_t rows_apart : {1, 2, 8, 64, 1024})
+      for (const int64_t columns_apart : {1, 4, 32, 512}) {
+        const DropoutHead head(seed, 0, 1);
+        EXPECT_LT(rectangles(head, rows_apart, columns_apart, kRounds), kUneven) << seed << ", " << rows_apart << " x " << columns_apart;
+        EXPECT_GT(rectangles(head, rows_apart, columns_apart, kRounds - 1), 2 * kUneven) << seed << ", " << rows_apart << " x " << columns_apart;
+      }
+}
+
+// The draws along every axis, and the differences of neighbours: rows, columns, heads, offsets, and the small seeds that people take.
+TEST(Draws, AreEvenAlongEveryAxis) {
+  const auto draw = [](const DropoutHead& head, int64_t row, int64_t column) { return DropoutHead::draw(head.row_part(row), head.column_part(column)); };
+  const DropoutHead head(1, 0, 0);
+  EXPECT_LT(unevenness([&](int n) { return draw(head, n, 3); }), kUneven) << "rows";
+  EXPECT_LT(unevenness([&](int n) { return draw(head, 3, n); }), kUneven) << "columns";
+  EXPECT_LT(unevenness([&](int n) { return draw(DropoutHead(1, 0, n), 0, 0); }), kUneven) << "heads";
+  EXPECT_LT(unevenness([&](int n) { return draw(DropoutHead(1, n, 0), 0, 0); }), kUneven) << "offsets";
+  EXPECT_LT(unevenness([&](int n) { return draw(DropoutHead(n, 0, 0), 0, 0); }), kUneven) << "seeds";
+  for (const int64_t apart : {1, 2, 3, 16, 100}) {
+    EXPECT_LT(unevenness([&](int n) { return draw(head, lower(n, apart), 5) ^ draw(head, lower(n, apart) + apart, 5); }), kUneven) << "rows " << apart;
+    EXPECT_LT(unevenness([&](int n) { return draw(head, 5, lower(n, apart)) ^ draw(head, 5, lower(n, apart) + apart); }), kUneven) << "columns " << apart;
+  }
+  for (int bit = 0; bit < 27; bit += 3) {  // of rows and columns: a long sequence's, too
+    const int64_t flip = int64_t{1} << bit;
+    EXPECT_LT(unevenness([&](int n) { return draw(head, lower(n >> 5, flip), n & 31) ^ draw(head, lower(n >> 5, flip) + flip, n & 31); }), kUneven) << "row bit " << bit;
+    EXPECT_LT(unevenness([&](int n) { return draw(head, n & 31, lower(n >> 5, flip)) ^ draw(head, n & 31, lower(n >> 5, flip) + flip); }), kUneven) << "column bit " << bit;
+  }
+  const DropoutHead others[] = {{1, 0, 1}, {1, 1, 0}, {2, 0, 0}, {0, 0, 0}, {1, uint64_t{1} << 32, 0}, {1 + (uint64_t{1} << 32), 0, 0}};
+  for (const DropoutHead& other : others)
+    EXPECT_LT(unevenness([&](int n) { return draw(head, n >> 7, n & 127) ^ draw(other, n >> 7, n & 127); }), kUneven) << &other - others;
 }
 
 TEST(Dropout, LimitAndScale) {
@@ -71,7 +179,7 @@ TEST(Dropout, ElementsOfABlockAreDistinct) {
 
 // Each of the 16 bytes is the high byte of one number and the low byte of another, so that two numbers share one byte at most.
 TEST(Dropout, NumbersShareABytePairwise) {
-  const Philox4 bytes = {{0x03020100, 0x07060504, 0x0b0a0908, 0x0f0e0d0c}};
+  const Draw bytes = {{0x03020100, 0x07060504, 0x0b0a0908, 0x0f0e0d0c}};
   std::set<uint32_t> high, low, pairs;
   for (int e = 0; e < 16; ++e) {
     const uint32_t number = Dropout::number(bytes, e);
@@ -174,10 +282,10 @@ TEST(Dropout, PinnedDecisions) {
       EXPECT_EQ(bits, want[r]) << "row " << kRowsPinned[r];
     }
   };
-  expect(Dropout::make(0.1, 1, 2), 3, {0xfff7feff, 0x77dfffff, 0xfffffdfb, 0xffffefff, 0xffff7f76, 0xfffffffe});
+  expect(Dropout::make(0.1, 1, 2), 3, {0xdfffbfeb, 0xefff7fff, 0xffffbfff, 0xefffffff, 0xffffed7f, 0xfbffdf7f});
   expect(Dropout::make(0.5, 0x123456789abcdef0, 0xfedcba9876543210), 70000,
-         {0x80f51009, 0x92da15b2, 0x56bd00d7, 0xd085412d, 0x840e1e62, 0x81f88073});
-  expect(Dropout::make(0.98, 7, 0), 0, {0x4000000, 0, 0, 0, 0, 0});
+         {0x3fb83658, 0x8e23797, 0xc9e52cf2, 0xbe474dc2, 0x1b2caa47, 0x3aa0cc});
+  expect(Dropout::make(0.98, 7, 0), 0, {0, 0x40001, 0, 0, 0, 0x10});
 }
 
 TEST(Dropout, IsAPureFunction) {
