@@ -434,7 +434,7 @@ struct ForwardKernel {
     make_shift(shift, row, x, c);
     // A group of keys at a time, so that the tensor cores work on one while the next is exponentiated: 16 keys, 32 where
     // a draw may come between, all where registers are short.
-    constexpr int kGroup = !kFast || (kGeneral && C.head_dim > 64) ? kN : kGeneral ? 4 : 2;
+    constexpr int kGroup = !kFast || (kGeneral && C.head_dim > 64) ? kN : kDrops ? 4 : 2;
     // Steps whose draws come before the first product: all of them above d 128 (d 256 329 TFLOP/s, one after the other 311), else one.
     constexpr int kAhead = kDrops && C.head_dim > 128 ? kN / 2 : 1;
     OperandA<T> operand[kN / 2][kM];
