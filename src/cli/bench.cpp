@@ -29,7 +29,7 @@ constexpr double kPeakSeconds = 0.02;    // of one burst of a peak measurement
 constexpr double kSampleSeconds = 1e-3;  // shorter calls are timed several at a time
 constexpr size_t kLeastSamples = 3;
 
-struct Options {
+struct BenchOptions {
   std::vector<std::string> problems;
   std::string kernel, threads, time = "1", json;
   bool standard = false;
@@ -321,7 +321,7 @@ Measured measure(const BenchRequest& options) {
   return measured;
 }
 
-void run(const Options& options) {
+void run(const BenchOptions& options) {
   BenchRequest request{options.problems, options.kernel, thread_count(options.threads), 0, options.standard};
   request.seconds = to_number<double>("--time", options.time, 0, 86400, "seconds, 0 to 86400");
   if (!options.json.empty()) require_writable("--json", options.json);
@@ -340,7 +340,7 @@ nlohmann::ordered_json bench_record(const BenchRequest& request) {
 }
 
 void add_bench(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<BenchOptions>();
   CLI::App* command =
       add_command(app, "bench", "Time problems, beside a peak measured in the same run",
                   "  tilewise bench \"fwd f32 hq=16 sq=2048 d=64\" \"bwd f32 hq=16 sq=2048 d=64\"\n"

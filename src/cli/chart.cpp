@@ -12,13 +12,6 @@ constexpr double kWidth = 960, kHeight = 540, kLeft = 92, kRight = 772, kTop = 1
 constexpr const char* kInk = "#222222";
 constexpr const char* kGrey = "#6b6b6b";
 
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (char c : text)
-    out += c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '"' ? "&quot;" : std::string(1, c);
-  return out;
-}
-
 std::string bytes_label(double bytes) {  // three digits: "258 MiB", "64.2 GiB"
   constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   size_t unit = 0;
@@ -44,6 +37,13 @@ std::string words(double x, double y, double size, const char* colour, const cha
 }
 
 }  // namespace
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (char c : text)
+    out += c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '"' ? "&quot;" : std::string(1, c);
+  return out;
+}
 
 std::string Chart::svg() const {
   double x_low = HUGE_VAL, x_high = 0, y_low = HUGE_VAL, y_high = 0;

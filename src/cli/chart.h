@@ -5,6 +5,8 @@
 
 namespace tilewise::cli {
 
+std::string escaped(const std::string& text);  // for XML and HTML
+
 struct Series {
   std::string name;
   std::string colour;

@@ -12,7 +12,7 @@
 namespace tilewise::cli {
 namespace {
 
-struct Options {
+struct CheckOptions {
   std::vector<std::string> problems;
   std::string cases, kernel, input = "gaussian", layout = "contiguous", seed, threads;
   bool all = false, float32_outputs = false, float32_o = false;
@@ -74,7 +74,7 @@ std::vector<std::string> kernels_to_check(const std::string& kernel, const Probl
   return names;
 }
 
-int run(const Options& o) {
+int run(const CheckOptions& o) {
   if (o.all == !o.problems.empty())
     throw UsageError(o.all ? "--all: cannot stand beside problems; must be one or the other"
                            : "problem: is required (or --all)");
@@ -117,7 +117,7 @@ int run(const Options& o) {
 }  // namespace
 
 void add_check(CLI::App& app, int* exit_status) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<CheckOptions>();
   CLI::App* command = add_command(
       app, "check", "Check a kernel's results against float64",
       "  tilewise check \"fwd bf16 b=2 hq=8 hk=2 sq=300 d=64 causal\"\n"

@@ -12,12 +12,12 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Options {
+struct InspectOptions {
   std::string problem, backend = "auto", kernel, threads;
   bool json = false, markdown = false;
 };
 
-void add_target(CLI::App* command, const std::shared_ptr<Options>& options) {
+void add_target(CLI::App* command, const std::shared_ptr<InspectOptions>& options) {
   command->add_option("problem", options->problem, "The problem's text")->required()->type_name("PROBLEM");
   command->add_option("--backend", options->backend, "Default: auto, by the problem")
       ->type_name("NAME")
@@ -26,18 +26,18 @@ void add_target(CLI::App* command, const std::shared_ptr<Options>& options) {
   add_text(command, "--threads", options->threads, "N", "Threads (default: the library's)");
 }
 
-Target target_of(const Options& options) {
+Target target_of(const InspectOptions& options) {
   return target_named(options.backend, options.kernel, thread_count(options.threads));
 }
 
-void run_explain(const Options& options) {
+void run_explain(const InspectOptions& options) {
   const Problem problem = parse_problem(options.problem);
   const Target target = target_of(options);
   print(explain(problem, target));
   Plan(problem, target);  // throws, after the refusals, if there is no plan
 }
 
-void run_plan(const Options& options) {
+void run_plan(const InspectOptions& options) {
   const Problem problem = parse_problem(options.problem);
   const Plan plan(problem, target_of(options));
   if (!options.json) return print("problem " + problem.text() + "\n" + plan.text());
@@ -55,7 +55,7 @@ void run_plan(const Options& options) {
   print(json.dump(2) + "\n");
 }
 
-void run_list(const Options& options) {
+void run_list(const InspectOptions& options) {
   const std::vector<tw_kernel_info> table = kernels();
   if (options.json) {
     Json json = Json::array();
@@ -87,14 +87,14 @@ void run_list(const Options& options) {
 
 void add_inspect(CLI::App& app) {
   {
-    auto options = std::make_shared<Options>();
+    auto options = std::make_shared<InspectOptions>();
     CLI::App* command = add_command(app, "explain", "Say which kernel would run, and why not the others",
                                     "  tilewise explain \"fwd bf16 b=2 hq=32 hk=8 sq=1024 d=128 causal\"");
     add_target(command, options);
     command->callback([options] { run_explain(*options); });
   }
   {
-    auto options = std::make_shared<Options>();
+    auto options = std::make_shared<InspectOptions>();
     CLI::App* command = add_command(app, "plan", "Print the plan of a problem: kernel, tiles, workspace, FLOPs",
                                     "  tilewise plan \"fwd f32 hq=8 sq=4096 d=64\" --json");
     add_target(command, options);
@@ -102,7 +102,7 @@ void add_inspect(CLI::App& app) {
     command->callback([options] { run_plan(*options); });
   }
   {
-    auto options = std::make_shared<Options>();
+    auto options = std::make_shared<InspectOptions>();
     CLI::App* command =
         add_command(app, "list", "List every kernel, best first", "  tilewise list\n  tilewise list --markdown");
     CLI::Option* json = command->add_flag("--json", options->json, "As JSON");

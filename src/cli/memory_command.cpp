@@ -19,7 +19,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Options {
+struct MemoryOptions {
   std::vector<std::string> problems, sweeps;
   std::string model, config, seqlen = "4096", batch = "1", dtype = "bf16", pass = "bwd", device = "cuda", extra, cases;
   std::string layers = "1", tensor_parallel = "1", context_parallel = "1", gpu, budget, solve = "sq";
@@ -107,7 +107,7 @@ tw_gpu gpu_named(const std::string& name) {
   throw UsageError("--gpu: \"" + name + "\": must be one of " + names);
 }
 
-Request request_of(const Options& o) {
+Request request_of(const MemoryOptions& o) {
   Request r;
   tw_memory_options_init(&r.options);
   r.options.checkpointing = o.checkpointing;
@@ -479,7 +479,7 @@ std::string explained(const Request& r, const Problem& problem) {
   return explain_memory(problem, r.options, r.target, r.gpu);
 }
 
-void run(const Options& options, int* exit_status) {
+void run(const MemoryOptions& options, int* exit_status) {
   if (options.models) return list_models();
   const Request r = request_of(options);
   if (!options.svg.empty()) require_writable("--svg", options.svg);
@@ -516,7 +516,7 @@ void run(const Options& options, int* exit_status) {
 }  // namespace
 
 void add_memory(CLI::App& app, int* exit_status) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<MemoryOptions>();
   CLI::App* command = add_command(
       app, "memory", "Say what attention takes in memory, standard and tiled, and what fits",
       "  tilewise memory \"bwd bf16 cuda b=1 hq=16 sq=16384 d=64\"\n"

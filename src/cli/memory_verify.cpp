@@ -25,7 +25,7 @@ constexpr double kRelative = 0.01;
 constexpr int64_t kAbsolute = int64_t{2} << 20;
 
 // What a child reports.
-struct Measured {
+struct Outcome {
   int64_t growth = -1;
   char error[240] = "";
 };
@@ -44,7 +44,7 @@ int64_t in_child(F&& measure) {
     mallopt(M_MMAP_THRESHOLD, 64 << 10);
     mallopt(M_TRIM_THRESHOLD, 64 << 10);
     prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);
-    Measured result;
+    Outcome result;
     try {
       result.growth = measure();
     } catch (const std::exception& error) {
@@ -54,7 +54,7 @@ int64_t in_child(F&& measure) {
     _exit(written ? 0 : 1);
   }
   close(ends[1]);
-  Measured result;
+  Outcome result;
   const bool complete = read(ends[0], &result, sizeof result) == sizeof result;
   close(ends[0]);
   int status = 0;

@@ -10,9 +10,7 @@
 namespace tilewise::cli {
 namespace {
 
-using Json = nlohmann::json;
-
-int64_t integer(const Json& config, const std::string& path, const char* key, int64_t absent) {
+int64_t integer(const nlohmann::json& config, const std::string& path, const char* key, int64_t absent) {
   const auto found = config.find(key);
   if (found == config.end() || found->is_null()) {
     if (absent >= 0) return absent;
@@ -24,7 +22,7 @@ int64_t integer(const Json& config, const std::string& path, const char* key, in
 }
 
 // Which layers of a model with a window see everything: said layer by layer, else every n-th, else from one layer on.
-int64_t full_layers(const Json& config, const std::string& path, const std::string& type, int64_t layers) {
+int64_t full_layers(const nlohmann::json& config, const std::string& path, const std::string& type, int64_t layers) {
   if (const auto types = config.find("layer_types"); types != config.end() && types->is_array())
     return std::count(types->begin(), types->end(), "full_attention");
   const int64_t usual = type == "gemma2" ? 2 : type == "gemma3" || type == "gemma3_text" ? 6 : 0;  // their configurations leave it out
@@ -54,11 +52,11 @@ tw_model model_named(const std::string& name) {
 tw_model model_of_config(const std::string& path) {
   std::ifstream file(path);
   if (!file) throw UsageError("--config: \"" + path + "\": cannot be read");
-  const Json whole = Json::parse(file, nullptr, false);
+  const nlohmann::json whole = nlohmann::json::parse(file, nullptr, false);
   if (!whole.is_object()) throw UsageError("--config: \"" + path + "\": is no JSON object");
   // Models that also see or hear keep the language model's part by itself.
   const auto text = whole.find("text_config");
-  const Json& config = text != whole.end() && text->is_object() ? *text : whole;
+  const nlohmann::json& config = text != whole.end() && text->is_object() ? *text : whole;
   tw_model model{};
   model.struct_size = sizeof model;
   const std::string type = config.value("model_type", "config");

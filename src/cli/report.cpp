@@ -20,7 +20,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Options {
+struct ReportOptions {
   std::string out = "tilewise.html", threads, time = "0.2";
   std::vector<std::string> benches;
 };
@@ -38,13 +38,6 @@ td.n { text-align: right; } td.yes { color: var(--good); text-align: center; } t
 .bad { color: var(--bad); font-weight: 700; } svg { max-width: 100%; height: auto; } figure { margin: 1rem 0; }
 code, pre { font-family: ui-monospace, monospace; font-size: 0.9em; } pre { background: var(--band); padding: 0.8rem; overflow-x: auto; }
 )";
-
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (char c : text)
-    out += c == '&' ? "&amp;" : c == '<' ? "&lt;" : c == '>' ? "&gt;" : c == '"' ? "&quot;" : std::string(1, c);
-  return out;
-}
 
 // A table under construction.
 struct Table {
@@ -250,7 +243,7 @@ std::string memory_curves(int threads) {
   return html;
 }
 
-void run(const Options& options, int* exit_status) {
+void run(const ReportOptions& options, int* exit_status) {
   const int threads = thread_count(options.threads);
   const double time = to_number<double>("--time", options.time, 0, 3600, "seconds, 0 to 3600");
   require_writable("--out", options.out);
@@ -299,7 +292,7 @@ void run(const Options& options, int* exit_status) {
 }  // namespace
 
 void add_report(CLI::App& app, int* exit_status) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<ReportOptions>();
   CLI::App* command =
       add_command(app, "report", "Write one HTML page about this machine: support, accuracy, speed, memory",
                   "  tilewise report --out machine.html\n"

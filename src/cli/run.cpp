@@ -20,7 +20,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Options {
+struct RunOptions {
   std::map<std::string, std::string> files;  // by InputSpec::name
   std::string tensors, out, window, scale, softcap, dropout, seed, offset, dtype, backend = "auto", kernel, threads;
   bool causal = false, deterministic = false, json = false;
@@ -35,7 +35,7 @@ struct Record {
   double score_matrix;  // bytes of one float32 score for each pair of tokens, which standard attention writes out
 };
 
-Problem problem_of(const Options& o) {
+Problem problem_of(const RunOptions& o) {
   constexpr double kMax = std::numeric_limits<double>::max();
   Problem problem;
   problem.causal(o.causal).deterministic(o.deterministic);
@@ -60,7 +60,7 @@ Problem problem_of(const Options& o) {
 }
 
 // The target of a pass: --kernel holds for the pass that its row is of.
-Target target_of(const Options& o, tw_pass pass) {
+Target target_of(const RunOptions& o, tw_pass pass) {
   Target target = target_named(o.backend, o.kernel, thread_count(o.threads));
   for (const tw_kernel_info& info : kernels())
     if (o.kernel == info.name && info.pass != -1 && info.pass != pass) target.kernel.clear();
@@ -110,7 +110,7 @@ io::Array as_float32(const io::Array& array) {
 }
 
 // Does the pass run on the GPU, by --backend or by --kernel?
-bool on_gpu(const Options& o, tw_pass pass) {
+bool on_gpu(const RunOptions& o, tw_pass pass) {
   const Target target = target_of(o, pass);
   bool gpu = target.backend == TW_BACKEND_CUDA;
   for (const tw_kernel_info& info : kernels())
@@ -176,7 +176,7 @@ void report(const std::vector<Record>& records, const std::vector<std::string>& 
   print(text + "\n");
 }
 
-void run(const Options& options) {
+void run(const RunOptions& options) {
   Problem problem = problem_of(options);
   const Arrays inputs = load_inputs(options.files, options.tensors, options.dtype);
   const bool with_backward = inputs.contains("do");
@@ -240,7 +240,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_run(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<RunOptions>();
   CLI::App* command = add_command(
       app, "run", "Attention over arrays in files, forward and (with --do) backward",
       "  tilewise run --q q.npy --k k.npy --v v.npy --causal --out result\n"

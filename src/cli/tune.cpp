@@ -28,7 +28,7 @@ constexpr size_t kLeastPairs = 15, kMostPairs = 400;
 constexpr double kLeastOnGpu = 1e-3;  // seconds of a sample: launches in a row, so that the first one's way to the GPU counts little
 constexpr int kMostLaunches = 64;
 
-struct Options {
+struct TuneOptions {
   std::vector<std::string> problems;
   std::string cases, out, json, time = "3", threads;
 };
@@ -233,7 +233,7 @@ std::string machine_line() {
   return line;
 }
 
-void run(const Options& o) {
+void run(const TuneOptions& o) {
   const int threads = thread_count(o.threads);
   const double time = to_number<double>("--time", o.time, 0, 86400, "seconds, 0 to 86400");
   std::vector<std::string> texts = o.problems;
@@ -303,7 +303,7 @@ void run(const Options& o) {
 }  // namespace
 
 void add_tune(CLI::App& app) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<TuneOptions>();
   CLI::App* command =
       add_command(app, "tune", "Measure how problems are best cut on this CPU or GPU, and keep the winners",
                   "  tilewise tune \"fwd f32 hq=16 sq=2048 d=64\" \"bwd f32 hq=16 sq=2048 d=64\" --out my.tuning\n"
