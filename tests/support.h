@@ -77,4 +77,12 @@ inline tw_tensor slice(const tw_tensor& x, int dim, int64_t begin, int64_t count
   return view;
 }
 
+// Of a row of the table, by its name, which must outlive it.
+inline tw_target target_for(const std::string& row) {
+  tw_target target{};
+  target.struct_size = sizeof target;
+  target.kernel = row.c_str();
+  return target;
+}
+
 }  // namespace tilewise

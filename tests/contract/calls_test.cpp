@@ -4,13 +4,6 @@
 namespace tilewise {
 namespace {
 
-tw_target target_for(const std::string& row) {
-  tw_target target{};
-  target.struct_size = sizeof target;
-  target.kernel = row.c_str();
-  return target;
-}
-
 TEST(Calls, OneCallEqualsPlanAndRun) {
   for (const char* text : {"fwd f32 b=2 hq=4 hk=2 sq=33 sk=70 d=32 causal", "fwd bf16 b=3 hq=4 hk=2 sq=30 d=64 packed_q=70 packed_k=80",
                            "fwd f32 b=2 hq=2 sq=20 sk=48 d=24 pages=9x16 seqused_k causal softcap=9", "bwd f32 b=2 hq=4 hk=2 sq=33 sk=50 d=32 window=7,7"})

@@ -5,7 +5,7 @@
 namespace tilewise {
 namespace {
 
-const char* const kProblems[] = {
+const char* const kDeadMemoryProblems[] = {
     "fwd f32 b=3 hq=4 hk=2 sq=3 sk=70 d=32 seqused_k causal",
     "fwd f32 b=4 hq=4 hk=2 sq=1 sk=128 d=64 seqused_k",
     "fwd f32 b=3 hq=8 hk=1 sq=70 sk=90 d=64 seqused_q seqused_k window=20,3",
@@ -49,7 +49,7 @@ TEST_P(DeadMemory, NeverLeaks) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, DeadMemory, testing::ValuesIn(kProblems));
+INSTANTIATE_TEST_SUITE_P(All, DeadMemory, testing::ValuesIn(kDeadMemoryProblems));
 
 // Keys hidden from every row by a boolean mask: NaN in k alone, in v alone, in both.
 TEST(MaskedKeys, HiddenFromAllNeverLeak) {

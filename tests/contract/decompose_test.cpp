@@ -6,13 +6,6 @@ namespace {
 
 double tolerance(int32_t dtype) { return dtype == TW_FLOAT32 ? 4e-6 : dtype == TW_FLOAT16 ? 2e-3 : 1.6e-2; }
 
-tw_target target_for(const std::string& row) {
-  tw_target target{};
-  target.struct_size = sizeof target;
-  target.kernel = row.c_str();
-  return target;
-}
-
 TEST(Splits, AnyNumberGivesTheSameResult) {
   for (const char* text : {"fwd f32 b=2 hq=4 hk=2 sq=1 sk=500 d=64 seqused_k", "fwd bf16 b=2 hq=4 hk=1 sq=1 sk=500 d=64 seqused_k causal",
                            "fwd f16 b=2 hq=4 hk=2 sq=9 sk=500 d=32 pages=70x16 seqused_k causal", "fwd f32 b=1 hq=2 sq=40 sk=300 d=32 window=40,3 sink",

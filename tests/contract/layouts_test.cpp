@@ -4,7 +4,7 @@
 namespace tilewise {
 namespace {
 
-const char* const kProblems[] = {
+const char* const kLayoutProblems[] = {
     "fwd f32 b=2 hq=4 hk=2 sq=33 sk=70 d=32 causal",      "fwd f32 b=2 hq=4 hk=2 sq=33 sk=70 d=46 dv=20",
     "fwd f32 b=3 hq=4 hk=2 sq=30 d=64 packed_q=70 packed_k=70 causal", "fwd f32 b=2 hq=8 hk=2 sq=1 sk=140 d=64 seqused_k",
     "fwd f32 b=2 hq=2 sq=20 sk=48 d=24 pages=9x16 seqused_k new=2 rotary=8 causal maxlogit",
@@ -51,7 +51,7 @@ TEST_P(Layouts, Float32Outputs) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Layouts, testing::ValuesIn(kProblems));
+INSTANTIATE_TEST_SUITE_P(All, Layouts, testing::ValuesIn(kLayoutProblems));
 
 }  // namespace
 }  // namespace tilewise

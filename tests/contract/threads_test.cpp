@@ -11,7 +11,7 @@
 namespace tilewise {
 namespace {
 
-const char* const kProblems[] = {
+const char* const kThreadProblems[] = {
     "fwd f32 b=2 hq=4 hk=2 sq=100 sk=150 d=32 causal",
     "fwd bf16 b=1 hq=2 sq=200 sk=300 d=64",
     "fwd f16 b=2 hq=8 hk=2 sq=1 sk=700 d=64 seqused_k splits=5",
@@ -59,7 +59,7 @@ TEST_P(Threads, ChangeNothing) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Threads, testing::ValuesIn(kProblems));
+INSTANTIATE_TEST_SUITE_P(All, Threads, testing::ValuesIn(kThreadProblems));
 
 // Eight threads call mixed problems on the library's pool, forward and backward, at once.
 TEST(Concurrency, ManyCallersMixedProblems) {
@@ -68,7 +68,7 @@ TEST(Concurrency, ManyCallersMixedProblems) {
     std::unique_ptr<Inputs> expected;
   };
   std::vector<Job> jobs;
-  for (const char* text : kProblems)
+  for (const char* text : kThreadProblems)
     for (const std::string& row : rows_for(std::string(text))) {
       if (row == "reference" || row.find("scalar") != std::string::npos) continue;  // slow, and the same pool
       jobs.push_back({text, row, make_inputs(std::string(text), {})});

@@ -6,18 +6,12 @@
 #include <string>
 
 #include "cpu/backend.h"
+#include "unit/helpers.h"
 
 namespace tilewise {
 namespace {
 
 constexpr int64_t kMiB = 1 << 20;
-
-tw_problem problem_of(const std::string& text) {
-  tw_problem problem;
-  const Status status = parse(text, &problem);
-  EXPECT_TRUE(status.ok()) << status.message();
-  return problem;
-}
 
 Target two_threads() {
   Target target;

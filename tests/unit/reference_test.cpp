@@ -14,28 +14,12 @@
 #include "core/dropout.h"
 #include "core/dtype.h"
 #include "core/problem.h"
+#include "unit/helpers.h"
 
 namespace tilewise {
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-
-tw_tensor view(void* data, int32_t dtype, std::vector<int64_t> shape) {
-  tw_tensor x = {};
-  x.data = data;
-  x.dtype = dtype;
-  x.ndim = static_cast<int32_t>(shape.size());
-  int64_t stride = 1;
-  for (size_t n = shape.size(); n-- > 0; stride *= shape[n]) x.shape[n] = shape[n], x.stride[n] = stride;
-  return x;
-}
-tw_tensor view(std::vector<double>& data, std::vector<int64_t> shape) {
-  return view(data.data(), TW_FLOAT64, std::move(shape));
-}
-tw_tensor view(std::vector<float>& data, std::vector<int64_t> shape) {
-  return view(data.data(), TW_FLOAT32, std::move(shape));
-}
-tw_tensor view(std::vector<int32_t>& data) { return view(data.data(), TW_INT32, {static_cast<int64_t>(data.size())}); }
 
 struct Case {
   std::string name;

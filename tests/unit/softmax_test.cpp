@@ -14,23 +14,13 @@
 #include "core/dtype.h"
 #include "core/softmax.h"
 #include "cpu/exp.h"
+#include "unit/helpers.h"
 
 namespace tilewise {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-tw_tensor view(void* data, int32_t dtype, std::vector<int64_t> shape) {
-  tw_tensor x = {};
-  x.data = data, x.dtype = dtype, x.ndim = static_cast<int32_t>(shape.size());
-  int64_t stride = 1;
-  for (size_t n = shape.size(); n-- > 0; stride *= shape[n]) x.shape[n] = shape[n], x.stride[n] = stride;
-  return x;
-}
-tw_tensor view(std::vector<float>& data, std::vector<int64_t> shape) {
-  return view(data.data(), TW_FLOAT32, std::move(shape));
-}
+constexpr float kFloatNan = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<float> random_numbers(int64_t n, float low, float high, int seed = 1) {
   std::mt19937 random(seed);
@@ -141,8 +131,8 @@ TEST(Exp, ExactPoints) {
   EXPECT_EQ(exp_float(-kInf), 0);
   EXPECT_EQ(exp_float(-1e30f), 0);
   EXPECT_EQ(exp_float(kInf), kInf);
-  EXPECT_TRUE(std::isnan(exp_float(kNan)));
-  EXPECT_TRUE(std::isnan(exp_float(-kNan)));
+  EXPECT_TRUE(std::isnan(exp_float(kFloatNan)));
+  EXPECT_TRUE(std::isnan(exp_float(-kFloatNan)));
 }
 
 class SoftmaxRows : public testing::TestWithParam<int64_t> {};
@@ -150,7 +140,7 @@ INSTANTIATE_TEST_SUITE_P(Lengths, SoftmaxRows, testing::Values(1, 2, 15, 16, 17,
 
 TEST_P(SoftmaxRows, EqualsExact) {
   const int64_t n = GetParam(), rows = 3;
-  std::vector<float> x = random_numbers(rows * n, -20, 20), y(rows * n, kNan), lse(rows, kNan);
+  std::vector<float> x = random_numbers(rows * n, -20, 20), y(rows * n, kFloatNan), lse(rows, kFloatNan);
   for (int64_t k = 0; k < n; ++k) x[n + k] = -1000 + 0.1f * static_cast<float>(k);  // the maximum arrives last
   for (int64_t k = 0; k < n; ++k) x[2 * n + k] = 1e4f;                              // constant
   tw_tensor x_view = view(x, {rows, n}), y_view = view(y, {rows, n}), lse_view = view(lse, {rows});
@@ -169,14 +159,14 @@ TEST_P(SoftmaxRows, EqualsExact) {
 
 TEST_P(SoftmaxRows, MaskedNanAndInfinity) {
   const int64_t n = GetParam(), rows = 5;
-  std::vector<float> x = random_numbers(rows * n, -2, 2), y(rows * n, kNan), lse(rows, 5);
+  std::vector<float> x = random_numbers(rows * n, -2, 2), y(rows * n, kFloatNan), lse(rows, 5);
   std::fill_n(x.begin(), n, -kInf);          // row 0: all masked
-  x[n + n - 1] = kNan;                       // row 1: NaN at the end
+  x[n + n - 1] = kFloatNan;                       // row 1: NaN at the end
   x[2 * n + n / 2] = kInf;                   // row 2: +inf
   std::fill_n(x.begin() + 3 * n, n, -kInf);  // row 3: one key alone
   x[3 * n + n - 1] = -3;
   std::fill_n(x.begin() + 4 * n, n, -kInf);  // row 4: masked but for a NaN
-  x[4 * n] = kNan;
+  x[4 * n] = kFloatNan;
   tw_tensor x_view = view(x, {rows, n}), y_view = view(y, {rows, n}), lse_view = view(lse, {rows});
   ASSERT_TRUE(softmax(x_view, y_view, &lse_view, 1).ok());
   for (int64_t k = 0; k < n; ++k) {
@@ -362,7 +352,7 @@ TEST(AccumulatorTest, MergeEqualsOneStream) {
 
 TEST(AccumulatorTest, EmptyMaskedAndNan) {
   const auto state = accumulator(3, 2);
-  std::vector<float> scores = {-kInf, -kInf, 1, -kInf, 2, kNan}, values = {1, 2, kNan, kNan}, lse(3, 9), result(6, 9);
+  std::vector<float> scores = {-kInf, -kInf, 1, -kInf, 2, kFloatNan}, values = {1, 2, kFloatNan, kFloatNan}, lse(3, 9), result(6, 9);
   tw_tensor scores_view = view(scores, {3, 2}), values_view = view(values, {2, 2}), lse_view = view(lse, {3}),
             result_view = view(result, {3, 2});
   ASSERT_TRUE(state->lse(lse_view).ok() && state->result(result_view).ok());
@@ -425,7 +415,7 @@ TEST_P(MergeStates, EqualsAttentionOverAllKeys) {
   const auto row_o = [&](int64_t n, int64_t i, int64_t head) { return ((n * s + i) * h + head) * d; };
   const auto row_lse = [&](int64_t n, int64_t i, int64_t head) { return (n * h + head) * s + i; };
   for (int64_t c = 0; c < d; ++c)  // empty parts hold rubbish: they take no part
-    o[row_o(0, 0, 0) + c] = other[row_o(0, 1, 0) + c] = o[row_o(0, 2, 0) + c] = other[row_o(0, 2, 0) + c] = kNan;
+    o[row_o(0, 0, 0) + c] = other[row_o(0, 1, 0) + c] = o[row_o(0, 2, 0) + c] = other[row_o(0, 2, 0) + c] = kFloatNan;
   tw_tensor o_view = view(o, o_shape), lse_view = view(lse, lse_shape), other_view = view(other, o_shape),
             lse_other_view = view(lse_other, lse_shape);
   ASSERT_TRUE(merge_states(o_view, lse_view, other_view, lse_other_view).ok());

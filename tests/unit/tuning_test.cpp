@@ -8,18 +8,12 @@
 
 #include "core/plan.h"
 #include "cpu/backend.h"
+#include "unit/helpers.h"
 
 namespace tilewise {
 namespace {
 
 constexpr const char* kHead = "tilewise 1.2.3\nmachine here\nthreads 2\n";
-
-tw_problem problem_of(const std::string& text) {
-  tw_problem problem;
-  const Status status = parse(text, &problem);
-  EXPECT_TRUE(status.ok()) << status.message();
-  return problem;
-}
 
 Tuning tuning_of(const std::string& text) { return Tuning::parse("file", text, "1.2.3", "here"); }
 
