@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/backward_pre.cuh"
 #include "cuda/params.h"
+#include "cuda/ptx/reduce.cuh"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/score.cuh"
 
@@ -13,7 +14,7 @@ inline constexpr int kPostWarps = 8;
 __device__ __forceinline__ bool has_sum(const BackwardParams& p, int h, int b, int first) {
   if (!p.first_stores || (p.again && p.again->wanted != 0)) return true;
   const int64_t tile = (static_cast<int64_t>(h) * p.sequence.batch + b) * p.num_query_blocks + first / p.block_m;
-  return p.turn[tile * p.turns_per_block] != 0;
+  return ptx::load_relaxed(p.turn + tile * p.turns_per_block) != 0;
 }
 
 // Task `index`: (block of kRowPadding rows) x head x batch (one more when rows are packed: the rows of no sequence). A warp
@@ -88,11 +89,22 @@ __device__ __forceinline__ void backward_post_rows(const BackwardParams& p, unsi
 template <class T>
 __global__ void __launch_bounds__(kPostWarps * 32) backward_post_kernel(const __grid_constant__ BackwardParams p) {
   ptx::let_next_kernel_start();
-  ptx::wait_for_previous_kernels();
   const int row_blocks = max(1, (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding);
   const unsigned tasks = static_cast<unsigned>(row_blocks) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
+  if (p.done != nullptr) {
+    // Few multiprocessors are left to this kernel while the main one runs; its blocks go from head to head behind it.
+    const unsigned head = blockIdx.x / row_blocks / (p.sequence.num_heads_q / p.sequence.num_heads_k);
+    if (threadIdx.x == 0 && head < static_cast<unsigned>(p.sequence.num_heads_k * p.sequence.batch))
+      while (ptx::load_acquire(p.done + head) < p.num_key_blocks) __nanosleep(500);
+    __syncthreads();
+    backward_post_rows<T>(p, blockIdx.x, row_blocks);
+    if (blockIdx.x == gridDim.x - 1) ptx::wait_for_previous_kernels();  // whoever waits for this kernel waits for that one, too
+    return;
+  }
+  ptx::wait_for_previous_kernels();
+  if (p.only_again && p.again->wanted == 0) return;
   // The last come first: their sums are still in the second-level cache.
-  backward_post_rows<T>(p, tasks - 1 - blockIdx.x, row_blocks);
+  for (unsigned n = blockIdx.x; n < tasks; n += gridDim.x) backward_post_rows<T>(p, tasks - 1 - n, row_blocks);
 }
 
 struct DbiasParams {

@@ -189,6 +189,8 @@ __global__ void __launch_bounds__(kPreThreads, kChunks == 0 ? 2 : 4) backward_pr
   ptx::wait_for_previous_kernels();
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.ticket) *p.ticket = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.again) *p.again = {};
+  if (blockIdx.x == 0 && p.done)
+    for (int n = threadIdx.x; n < p.sequence.num_heads_k * p.sequence.batch; n += kPreThreads) p.done[n] = 0;
   const int row_blocks = (p.sequence.seqlen_q + kRowPadding - 1) / kRowPadding;
   backward_pre_rows<T, kChunks>(p, gridDim.x - 1 - blockIdx.x, row_blocks);
 }

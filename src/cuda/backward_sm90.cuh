@@ -117,18 +117,23 @@ struct QueryGradientSm90 {
   }
 
   // The next key block; with two slots, its K is loaded at once.
-  __device__ __forceinline__ void publish(int n) const {
-    loader.blocks.publish(n, lane);
+  __device__ __forceinline__ void publish(int n, int ticket) const {
+    loader.blocks.publish(n, ticket, lane);
     if (C.k_slots() == 2 && lane == 0) loader.template load_keys<true>(n);
     __syncwarp();
   }
 
-  // One of these warps also hands out the key blocks, loads keys and, if not split, tiles.
+  // With so many tiles left of a key block the next ticket is asked for, and what it stands for is found out: 3,000 cycles by one warp.
+  static constexpr int kAsk = 6, kPublish = 4;
+
+  // One of these warps also hands out the key blocks and loads keys, and another, if not split, loads tiles: while one warp did both, Q
+  // came 3,000 cycles late.
   __device__ __forceinline__ void run() const {
     const KeyBlocksSm90<C>& blocks = loader.blocks;
-    const bool leads = uniform(warp) == 0, loads = !C.split && leads;
+    const bool leads = uniform(warp) == (C.split ? 0 : 1), loads = !C.split && uniform(warp) == 0;
+    int ticket = 0;
     if (leads) {
-      publish(0);
+      publish(0, blocks.take_ticket(lane));
       if (lane == 0) {
         if (C.k_slots() == 1) loader.template load_keys<true>(0);
         loader.template load_keys<false>(0);
@@ -144,10 +149,12 @@ struct QueryGradientSm90 {
       int left = num_steps(block);
       if (loads) loader.template load<true>(ring.step() + 2, n, false, lane);
       ring.wait_k(shared, n);
-      if (leads && left < 3) publish(n + 1);
+      if (leads && left < kAsk) ticket = blocks.take_ticket(lane);
+      if (leads && left < kPublish) publish(n + 1, ticket);
 #pragma unroll 1
       for (; left > 0; --left, ring.next_step()) {
-        if (leads && left == 3) publish(n + 1);
+        if (leads && left == kAsk) ticket = blocks.take_ticket(lane);
+        if (leads && left == kPublish) publish(n + 1, ticket);
         const uint32_t barrier = shared.ds_full(ring.step() & 1), parity = ring.step() >> 1 & 1;
         if (owes && !uniform(ptx::mbarrier_done(barrier, parity))) pass_turn(ring.step() - 1), owes = false;
         const int turn = C.split ? 0 : claim(ring.step());  // the answer is there after the wait
@@ -167,6 +174,11 @@ struct QueryGradientSm90 {
       if (owes) pass_turn(ring.step() - 1), owes = false;
       int done = n;
       asm volatile("" : "+r"(done));  // or the address would be kept through the loop above, in local memory
+      if (p.backward.done != nullptr) {
+        // One warp for all, since it waits until all sums have arrived, 2,500 cycles, and not the one that loads.
+        ptx::barrier_sync(1, 128);
+        if (uniform(warp) == 2 && lane == 0) blocks.count_done(blocks.at(done));
+      }
       blocks.release(done, lane);
     }
   }
@@ -254,8 +266,9 @@ struct KeyGradientSm90 : GradientSm90<C> {
       arrive(shared.empty(done));
       at.advance(*block);
       if (left > 0) continue;
-      G::store_dv(dv);
-      G::store_dk(dk);
+      G::wait_ds(ring.step());
+      G::store_dv(dv, G::ds_rows(ring.step()));
+      G::store_dk(dk, G::ds_rows(ring.step()));
       blocks.release(n, G::lane);
       if (!more) return;
       block = &blocks.at(++n);
@@ -339,7 +352,8 @@ struct SplitValueSm90 : GradientSm90<C> {
 #pragma unroll
     for (int i = 0; i < kD; ++i) dv[i] = 0.f;
     walk(dv, num_steps(*block), ring, n);
-    G::store_dv(dv);
+    ptx::mbarrier_wait(shared.weights_empty(), (ring.step() & 1) ^ 1);
+    G::store_dv(dv, weights_at(*this, 0) - G::lane * 16);
   }
 };
 
@@ -415,7 +429,8 @@ struct SplitKeySm90 : GradientSm90<C> {
 #pragma unroll
     for (int i = 0; i < kD; ++i) dk[i] = 0.f;
     walk(dk, num_steps(*block), ring, n);
-    G::store_dk(dk);
+    G::wait_ds(ring.step());
+    G::store_dk(dk, G::ds_rows(ring.step()));
   }
 };
 
@@ -434,7 +449,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
   const KeyBlocksSm90<C> blocks{p, shared, memory};
   const LoaderSm90<C, kSums> loader{p, shared, blocks, memory};
 
-  ptx::let_next_kernel_start();
+  if (p.backward.done == nullptr) ptx::let_next_kernel_start();
   if (threadIdx.x == 0) {
     ptx::tma_prefetch(p.q);
     ptx::tma_prefetch(p.k);
@@ -464,6 +479,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
   }
   __syncthreads();
   ptx::wait_for_previous_kernels();
+  if (p.backward.done != nullptr) ptx::let_next_kernel_start();  // post looks at what pre has cleared
 
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (warpgroup == 0) {

@@ -43,7 +43,7 @@ bool first_stores(const tw_problem& p, const BackwardSm90Config& config) {
 
 // The workspace, cut into arrays of 128-byte multiples.
 struct Workspace {
-  int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, again, total;
+  int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, again, done, total;
 
   Workspace(const tw_problem& p, const BackwardSm90Config& config) {
     const int64_t rows = p.num_heads_q * backward_padded_rows(p);
@@ -60,6 +60,7 @@ struct Workspace {
     ticket = take(true, 4);
     turn = take(first_stores(p, config), p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
     again = take(true, sizeof(RunAgain));
+    done = take(has(p, TW_HAS_DQ), p.num_heads_k * p.batch * 4);
   }
 };
 
@@ -68,6 +69,18 @@ bool masks(const tw_problem& p) {
   const Mask mask = mask_of(p);
   return mask.left >= 0 || mask.right >= 0 || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
          has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
+}
+
+// How many multiprocessors the main kernel leaves to post, which reads and writes memory, and on all of them would wait for it: so
+// many that both end together. A row of dq takes one of them as long as all of them take for 3,750 pairs of a query and a key. Not if
+// some are to stay free: post would take those, too.
+int left_to_post(const Plan& plan, int processors) {
+  const tw_problem& p = plan.problem;
+  const Mask mask = mask_of(p);
+  const int64_t keys = mask.left >= 0 && mask.right >= 0 ? std::min(mask.left + mask.right + 1, p.seqlen_k)
+                       : mask.left >= 0 || mask.right >= 0 ? (p.seqlen_k + 1) / 2 : p.seqlen_k;
+  const int64_t wanted = std::min<int64_t>((3750 + keys / 2) / keys, 8);
+  return plan.num_tasks > processors && p.sm_margin <= 0 && processors >= 4 * wanted ? static_cast<int>(wanted) : 0;
 }
 
 }  // namespace
@@ -155,7 +168,9 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   const Element element = element_of(p.dtype);
   params.num_tasks = static_cast<int32_t>(plan.num_tasks);
   const int processors = std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
-  const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors));
+  const int beside = t.dq ? left_to_post(plan, processors) : 0;
+  const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors - beside));
+  if (beside > 0) backward.done = reinterpret_cast<int32_t*>(base + layout.done);
   // See key_block_of(). Causal: a round and a half; with ordered sums, only where key blocks are not two tiles apart anyway.
   const bool apart = backward.score.window_right >= 0 && config.block_n() >= 2 * config.block_m;
   if (backward.deterministic && !apart)
@@ -165,10 +180,17 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
 
   if (const int error = launch_backward_pre(backward, element, true, stream); error != 0) return device_error("backward_pre", error);
   if (const int error = kernel.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
+  const auto post = [&](const BackwardParams& x) {
+    const int error = t.dq ? launch_backward_post(x, element, true, stream) : 0;
+    return error != 0 ? device_error("backward_post", error) : Status();
+  };
+  if (beside > 0) TW_RETURN_IF_ERROR(post(backward));
   if (masks(p)) TW_RETURN_IF_ERROR(run_backward_again(backward, plan, stream));
-  if (t.dq)
-    if (const int error = launch_backward_post(backward, element, true, stream); error != 0)
-      return device_error("backward_post", error);
+  if (beside == 0 || masks(p)) {
+    BackwardParams behind = backward;
+    behind.done = nullptr, behind.only_again = beside > 0;
+    TW_RETURN_IF_ERROR(post(behind));
+  }
   if (t.dsink)
     if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], true, stream); error != 0)
       return device_error("dsink", error);

@@ -1,6 +1,7 @@
 // Who feeds a block of backward_sm90: the key blocks that it takes by tickets, and the copies of K, V, Q and dO that tiles of queries need.
 // backward_sm90.cuh has what is computed from them.
 #pragma once
+#include "cuda/ptx/reduce.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tile/gradient_sm90.cuh"
 
@@ -64,19 +65,26 @@ struct KeyBlocksSm90 {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(shared.block_empty(n & 1));
   }
-  // By a whole warp. A ticket is taken as late as possible, or the last key blocks are not spread evenly. With ordered sums,
-  // whoever waits for a turn waits for a ticket that was taken before. Key blocks that no query sees get their zeros here.
-  __device__ __forceinline__ void publish(int n, int lane) const {
+  // For post: all that this key block has is added to dq. By one thread, behind the sums.
+  __device__ __forceinline__ void count_done(const KeyBlock& block) const {
+    if (p.backward.done != nullptr && block.b < p.backward.sequence.batch)
+      ptx::add_release(p.backward.done + block.b * p.backward.sequence.num_heads_k + block.head_k, 1);
+  }
+  // As late as possible, or the last key blocks are not spread evenly, but before it is needed: the answer takes a microsecond. Lane 0
+  // has it.
+  __device__ __forceinline__ int take_ticket(int lane) const { return lane == 0 ? atomicAdd(p.backward.ticket, 1) : 0; }
+  // By a whole warp. With ordered sums, whoever waits for a turn waits for a ticket that was taken before. Key blocks that no
+  // query sees get their zeros here.
+  __device__ __forceinline__ void publish(int n, int ticket, int lane) const {
     ptx::mbarrier_wait(shared.block_empty(n & 1), (n >> 1 & 1) ^ 1);
     KeyBlock next = {};
-    for (;;) {
-      int ticket = 0;
-      if (lane == 0) ticket = atomicAdd(p.backward.ticket, 1);
+    for (;; ticket = take_ticket(lane)) {
       ticket = uniform(ticket);
       next.b = -1;
       if (ticket >= p.num_tasks) break;
       next = key_block_of<C.block_m, C.block_n()>(p.backward, static_cast<unsigned>(ticket), p.section);
       if (uniform(next.num_tiles) > 0) break;
+      if (lane == 0) count_done(next);
       using T = typename ElementType<C.element>::Type;
       if (uniform(next.b) >= p.backward.sequence.batch)
         zero_key_tail<T>(p.backward, next.head_k, next.index, C.block_n(), 0, 1);

@@ -38,7 +38,8 @@ int launch_backward_pre(const BackwardParams& p, Element element, bool early, vo
 }
 
 int launch_backward_post(const BackwardParams& p, Element element, bool early, void* stream) {
-  const int64_t blocks = std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
+  int64_t blocks = std::max<int64_t>(row_blocks(p), 1) * p.sequence.num_heads_q * (p.sequence.batch + p.sequence.packed_q);
+  if (p.only_again) blocks = std::min<int64_t>(blocks, 264);
   switch (element) {
     case Element::kFloat16: return launch_small<backward_post_kernel<ptx::float16>>(p, blocks, kPostWarps * 32, early, stream);
     case Element::kBfloat16: return launch_small<backward_post_kernel<ptx::bfloat16>>(p, blocks, kPostWarps * 32, early, stream);

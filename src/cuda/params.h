@@ -150,6 +150,10 @@ struct BackwardParams {
   RunAgain* again;           // null: nothing is masked
   float* dalibi_parts;  // [batch, head, key block]
   DbiasSum dbias;
+  // sm_90a: [batch, key head], how many key blocks have added all that they have. post then runs beside the main kernel, and writes dq of
+  // a head as soon as its key blocks have been counted. Null: it waits for the main kernel.
+  int32_t* done;
+  bool only_again;  // post: only if all has been computed again
 };
 
 TW_HOST_DEVICE inline int64_t padded_row(const SequenceParams& p, int64_t q_begin, int64_t b) {
