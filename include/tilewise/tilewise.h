@@ -345,7 +345,8 @@ TW_API tw_status tw_accumulator_probabilities(const tw_accumulator* accumulator,
  * CPU or CUDA, on the stream (cudaStream_t; CPU: ignored). */
 TW_API tw_status tw_merge_states(tw_tensor* o, tw_tensor* lse, const tw_tensor* o_other, const tw_tensor* lse_other, void* stream);
 
-/* The dropout decision itself: 1 = kept. A pure function (of Philox-4x32-7), the same on every backend. */
+/* The dropout decision itself: 1 = kept. A pure function, the same on every backend (docs/adr/0004-dropout-draws.md); not
+ * for secrets. */
 TW_API int32_t tw_dropout_keep(double dropout_p, uint64_t seed, uint64_t offset, int64_t batch_head, int64_t i, int64_t j);
 
 /* ---- 8. Introspection ------------------------------------------------------------------------------------- */
