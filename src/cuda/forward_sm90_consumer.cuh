@@ -121,9 +121,16 @@ struct ConsumerSm90 : OutputSm90<C> {
     }
   }
 
+  // A descriptor, which is the same in all threads. Where the compiler does not see it, it moves each to uniform registers, up to two for a
+  // product: with options at d 64, once draws of dropout left it registers.
+  __device__ __forceinline__ static uint32_t of_warp(uint32_t descriptor) {
+    if constexpr (C.general() && C.head_dim == 64) return ptx::uniform(descriptor);
+    else return descriptor;
+  }
+
   // S = Q K^T
   __device__ __forceinline__ void issue_scores(float (&s)[kS]) {
-    const uint32_t b = ptx::descriptor(shared.k(k.stage));
+    const uint32_t b = of_warp(ptx::descriptor(shared.k(k.stage)));
     ptx::wgmma_pin(s);
     if constexpr (C.q_in_registers) {
       ptx::wgmma_pin(query);
@@ -147,7 +154,7 @@ struct ConsumerSm90 : OutputSm90<C> {
   __device__ __forceinline__ void issue_output() {
     const uint32_t s_v = shared.v(v.stage);
     const uint32_t panel_distance = C.ones() && C.panels() == 1 ? shared.ones(v.stage) - s_v : C.block_n * 128;
-    const uint32_t b = ptx::descriptor(s_v, panel_distance);
+    const uint32_t b = of_warp(ptx::descriptor(s_v, panel_distance));
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
     ptx::wgmma_fence();
