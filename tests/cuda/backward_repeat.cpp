@@ -14,7 +14,7 @@ const char* const kProblems[] = {
     "bwd bf16 cuda b=2 hq=8 hk=2 sq=1000 sk=1100 d=128 causal deterministic",
     "bwd bf16 cuda b=1 hq=8 sq=2048 d=64 deterministic",
     "bwd f16 cuda b=1 hq=4 hk=1 sq=900 sk=1300 d=256 window=200,0 deterministic",
-    "bwd bf16 cuda b=2 hq=12 hk=6 sq=1100 sk=1000 d=64 window=700,60 deterministic",
+    "bwd bf16 cuda b=1 hq=8 hk=4 sq=600 sk=500 d=64 window=300,60 deterministic",
     "bwd f16 cuda b=5 hq=4 sq=400 d=64 packed_q=1500 packed_k=1500 causal deterministic",
     // More key blocks than multiprocessors: dq is written beside the main kernel.
     "bwd bf16 cuda b=9 hq=8 hk=4 sq=300 sk=700 d=128 deterministic",
