@@ -19,7 +19,7 @@ struct BackwardKernels {  // what one line of kernels.def compiles
   int head_dim;
   using Launch = int (*)(const BackwardParams&, int64_t, void*);
   Launch launch[4][3];  // by BackwardKind and Shape
-  Launch launch_again;  // plain, behind params.again
+  Launch launch_again;  // general, behind params.again
   BackwardConfig config[4][3];
 };
 
@@ -58,10 +58,10 @@ const BackwardConfig& config_for(const BackwardKernels& kernels, BackwardKind ki
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// By the problem; tensors that are not aligned take the general kernel.
-BackwardKind kind_for(const tw_problem& p) {  // the sink is in lse already
-  if (p.softcap != 0 || (p.features & (TW_HAS_BIAS | TW_HAS_ALIBI)) != 0) return BackwardKind::kGeneral;
-  return p.dropout_p > 0 ? BackwardKind::kDropout : p.deterministic ? BackwardKind::kOrdered : BackwardKind::kPlain;
+// Tensors that are not aligned take the general kernel.
+BackwardKind kind_for(const tw_problem& p) {
+  const BackwardKind kind = backward_kind(p);
+  return kind == BackwardKind::kPlain && p.deterministic ? BackwardKind::kOrdered : kind;
 }
 
 int64_t bias_size(const tw_problem& p) {
@@ -69,9 +69,11 @@ int64_t bias_size(const tw_problem& p) {
          (p.bias_dims & TW_DIM_Q ? p.seqlen_q : 1) * (p.bias_dims & TW_DIM_K ? p.seqlen_k : 1);
 }
 
+int64_t dbias_sum_bytes(const tw_problem& p) { return ceil_div(bias_size(p) * 8, 64) * 64; }
+
 // The workspace, cut into arrays of 64-byte multiples.
 struct Workspace {
-  int64_t lse_log2, delta, dq_sum, ticket, turn, dalibi_parts, dbias_sum, dbias_flags, total;
+  int64_t lse_log2, delta, dq_sum, ticket, turn, dalibi_parts, dbias, total;
 
   Workspace(const tw_problem& p, const BackwardConfig& config) {
     const int64_t key_blocks = std::max<int64_t>(ceil_div(p.seqlen_k, config.block_n()), 1);  // one without keys writes its zero, too
@@ -88,8 +90,7 @@ struct Workspace {
     ticket = take(p.deterministic, 1);
     turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.turn_rows()));
     dalibi_parts = take(has(p, TW_HAS_DALIBI), p.batch * p.num_heads_q * key_blocks);
-    dbias_sum = take(has(p, TW_HAS_DBIAS), 2 * bias_size(p));
-    dbias_flags = take(has(p, TW_HAS_DBIAS), ceil_div(bias_size(p), 32) + 3);
+    dbias = take(has(p, TW_HAS_DBIAS), dbias_bytes(p) / 4);
   }
 };
 
@@ -98,6 +99,11 @@ struct Workspace {
 int64_t backward_padded_rows(const tw_problem& p) {
   return p.q_layout == TW_PACKED ? (p.total_q / kRowPadding + p.batch + 1) * kRowPadding
                                  : p.batch * ceil_div(p.seqlen_q, kRowPadding) * kRowPadding;
+}
+
+BackwardKind backward_kind(const tw_problem& p) {  // the sink is in lse already
+  if (p.softcap != 0 || (p.features & (TW_HAS_BIAS | TW_HAS_ALIBI)) != 0) return BackwardKind::kGeneral;
+  return p.dropout_p > 0 ? BackwardKind::kDropout : BackwardKind::kPlain;
 }
 
 BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
@@ -125,6 +131,43 @@ BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
   params.delta_scale = 1;
   params.gradient_scale = params.score.scale;
   return params;
+}
+
+int64_t dbias_bytes(const tw_problem& p) { return dbias_sum_bytes(p) + (ceil_div(bias_size(p), 32) + 3) * 4; }
+
+Status begin_dbias(BackwardParams* params, const tw_problem& p, const tw_tensors& t, void* memory, void* stream) {
+  const tw_tensor& bias = *t.dbias;
+  DbiasSum& sum = params->dbias;
+  sum.sum = static_cast<int64_t*>(memory);
+  sum.not_finite = reinterpret_cast<uint32_t*>(static_cast<char*>(memory) + dbias_sum_bytes(p));
+  sum.largest = sum.not_finite + ceil_div(bias_size(p), 32);
+  const int64_t sizes[4] = {bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]};
+  sum.key = sizes[3] == 1 ? 0 : 1;
+  sum.row = sizes[2] == 1 ? 0 : sizes[3];
+  sum.head = sizes[1] == 1 ? 0 : sizes[2] * sizes[3];
+  sum.batch = sizes[0] == 1 ? 0 : sizes[1] * sizes[2] * sizes[3];
+  // Rows of queries that add to one element; over the keys of a row P sums to 1, so a row is one term.
+  const double bias_rows = static_cast<double>(bias_size(p)) / static_cast<double>(p.bias_dims & TW_DIM_K ? std::max<int64_t>(p.seqlen_k, 1) : 1);
+  const double rows = static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q;
+  sum.log2_terms = bias_rows > 0 ? std::ilogb(std::max(1.0, rows / bias_rows)) + 1 : 0;
+  sum.dropout_scale = params->score.dropout.scale;
+  if (const int error = launch_fill(static_cast<float*>(memory), 1, dbias_bytes(p) / 4, 0, 1, 0.f, stream); error != 0)
+    return device_error("dbias", error);
+  return Status();
+}
+
+Status finish_option_gradients(const BackwardParams& params, const tw_tensors& t, void* stream) {
+  if (t.dalibi) {
+    const tw_tensor& x = *t.dalibi;
+    if (const int error = launch_dalibi(params, static_cast<float*>(x.data), x.ndim == 1 ? 0 : x.stride[0],
+                                        x.stride[x.ndim - 1], x.ndim == 1, stream);
+        error != 0)
+      return device_error("dalibi", error);
+  }
+  if (t.dbias)
+    if (const int error = launch_dbias(params, t.dbias->data, t.dbias->dtype, t.dbias->shape, t.dbias->stride, stream); error != 0)
+      return device_error("dbias", error);
+  return Status();
 }
 
 std::string refuse_backward_sm80(const tw_problem& p) {
@@ -171,7 +214,7 @@ Status run_backward_again(const BackwardParams& before, const Plan& plan, void* 
   const Element element = element_of(plan.problem.dtype);
   for (const BackwardKernels& kernels : kBackwardKernels) {
     if (kernels.element != element || kernels.head_dim != before.head_dim_rounded) continue;
-    const BackwardConfig& config = kernels.config[static_cast<int>(BackwardKind::kPlain)][0];
+    const BackwardConfig& config = kernels.config[static_cast<int>(BackwardKind::kGeneral)][0];
     BackwardParams params = before;
     params.num_key_blocks = static_cast<int32_t>(ceil_div(plan.problem.seqlen_k, config.block_n()));
     params.num_query_blocks = static_cast<int32_t>(ceil_div(plan.problem.seqlen_q, config.block_m));
@@ -233,27 +276,8 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
     params.turns_per_block = 1;
     params.block_m = config.turn_rows();
   }
-  if (t.dalibi) params.dalibi_parts = floats(layout.dalibi_parts);
-  if (t.dbias) {
-    const tw_tensor& bias = *t.dbias;
-    DbiasSum& sum = params.dbias;
-    sum.sum = reinterpret_cast<int64_t*>(base + layout.dbias_sum);
-    sum.not_finite = reinterpret_cast<uint32_t*>(base + layout.dbias_flags);
-    sum.largest = sum.not_finite + ceil_div(bias_size(p), 32);
-    const int64_t sizes[4] = {bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]};
-    sum.key = sizes[3] == 1 ? 0 : 1;
-    sum.row = sizes[2] == 1 ? 0 : sizes[3];
-    sum.head = sizes[1] == 1 ? 0 : sizes[2] * sizes[3];
-    sum.batch = sizes[0] == 1 ? 0 : sizes[1] * sizes[2] * sizes[3];
-    // Rows of queries that add to one element; over the keys of a row P sums to 1, so a row is one term.
-    const double bias_rows = static_cast<double>(bias_size(p)) / static_cast<double>(p.bias_dims & TW_DIM_K ? std::max<int64_t>(p.seqlen_k, 1) : 1);
-    const double rows = static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q;
-    sum.log2_terms = bias_rows > 0 ? std::ilogb(std::max(1.0, rows / bias_rows)) + 1 : 0;
-    sum.dropout_scale = params.score.dropout.scale;
-    const int64_t words = (layout.total - layout.dbias_sum) / 4;
-    if (const int error = launch_fill(floats(layout.dbias_sum), 1, words, 0, 1, 0.f, stream); error != 0)
-      return device_error("dbias", error);
-  }
+  if (t.dalibi) params.dalibi_parts = floats(layout.dalibi_parts), params.dalibi_split = 1;
+  if (t.dbias) TW_RETURN_IF_ERROR(begin_dbias(&params, p, t, base + layout.dbias, stream));
   const Element element = element_of(p.dtype);
   const bool has_queries = query_rows(p) > 0 && p.num_heads_q > 0;
   if (has_queries)
@@ -273,17 +297,7 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
   if (t.dsink)
     if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], false, stream); error != 0)
       return device_error("dsink", error);
-  if (t.dalibi) {
-    const tw_tensor& x = *t.dalibi;
-    if (const int error = launch_dalibi(params, static_cast<float*>(x.data), x.ndim == 1 ? 0 : x.stride[0],
-                                        x.stride[x.ndim - 1], x.ndim == 1, stream);
-        error != 0)
-      return device_error("dalibi", error);
-  }
-  if (t.dbias)
-    if (const int error = launch_dbias(params, t.dbias->data, t.dbias->dtype, t.dbias->shape, t.dbias->stride, stream); error != 0)
-      return device_error("dbias", error);
-  return Status();
+  return finish_option_gradients(params, t, stream);
 }
 
 }  // namespace tilewise::cuda

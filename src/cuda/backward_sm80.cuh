@@ -519,7 +519,7 @@ struct BackwardKernel : GradientSm80<C> {
     if (threadIdx.x == 0) {
       float sum = 0.f;
       for (int n = 0; n < C.num_warps; ++n) sum += reduction[n];
-      p.dalibi_parts[(static_cast<int64_t>(b) * p.sequence.num_heads_q + head) * p.num_key_blocks + key_block] = sum;
+      p.dalibi_parts[((static_cast<int64_t>(b) * p.sequence.num_heads_q + head) * p.num_key_blocks + key_block) * p.dalibi_split] = sum;
     }
   }
 };
@@ -606,12 +606,18 @@ __global__ void __launch_bounds__(roomy_config(kElement, kKind, kHeadDim).num_th
   backward_sm80_task<roomy_config(kElement, kKind, kHeadDim)>(p, blockIdx.x, shared);
 }
 
-// Part `index` of `parts` of what the main pass finds set to zero: sums of dq, turns and tickets.
+// Part `index` of `parts` of what the main pass finds set to zero: sums of dq, of dbias and dalibi, turns and tickets.
 __device__ __forceinline__ void clear_part(const BackwardParams& p, unsigned index, unsigned parts) {
   const int64_t at = static_cast<int64_t>(index) * blockDim.x + threadIdx.x, step = static_cast<int64_t>(parts) * blockDim.x;
   if (p.dq_sum) {
     const int64_t sums = p.sequence.num_heads_q * p.padded_rows * p.head_dim_rounded / 4;
     for (int64_t n = at; n < sums; n += step) reinterpret_cast<float4*>(p.dq_sum)[n] = make_float4(0, 0, 0, 0);
+  }
+  if (p.dbias.sum)  // its flags lie behind it
+    for (auto* word = reinterpret_cast<uint32_t*>(p.dbias.sum) + at; word < p.dbias.largest; word += step) *word = 0;
+  if (p.dalibi_parts) {
+    const int64_t count = int64_t{p.sequence.batch} * p.sequence.num_heads_q * p.num_key_blocks * p.dalibi_split;
+    for (int64_t n = at; n < count; n += step) p.dalibi_parts[n] = 0.f;
   }
   if (!p.deterministic) return;
   const int64_t turns = int64_t{p.sequence.num_heads_q} * p.sequence.batch * p.num_query_blocks;
@@ -619,7 +625,7 @@ __device__ __forceinline__ void clear_part(const BackwardParams& p, unsigned ind
   if (at == 0) *p.ticket = 0;
 }
 
-// All of the main pass again, behind a condition that rarely holds, for sm_90's rows, which need it in this kind alone: zeros for
+// All of the main pass again, behind a condition that rarely holds, for sm_90's rows, in the kind that takes every option: zeros for
 // the sums of dq, then the tasks. Few blocks share both by tickets, since blocks that only find out that there is nothing to do
 // take their time; whoever needs the zeros waits for tickets that were taken before. lse and delta are those of sm_90's row.
 template <Element kElement, int kHeadDim>

@@ -16,10 +16,11 @@
 // own reads of shared memory. Queries of the next key block are loaded while this one ends, its keys as soon as this one's
 // have been used for the last time. docs/kernels/backward_sm90.md has the timeline.
 #pragma once
+#include "cuda/backward_pre.cuh"
 #include "cuda/backward_sm90_producer.cuh"
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/tile/gradient_sm90.cuh"
+#include "cuda/tile/options_sm90.cuh"
 
 namespace tilewise::cuda {
 
@@ -187,20 +188,21 @@ struct QueryGradientSm90 {
 // ---- dK and dV of 64 keys --------------------------------------------------------------------------------------------
 
 template <BackwardSm90Config C>
-struct KeyGradientSm90 : GradientSm90<C> {
-  using G = GradientSm90<C>;
+struct KeyGradientSm90 : PointwiseSm90<C> {
+  using G = PointwiseSm90<C>;
   using G::arrive, G::block, G::consumer, G::kA, G::kD, G::kS, G::shared;
   float dk[kD], dv[kD];
 
-  __device__ __forceinline__ void make_gradients(uint32_t (&a)[kA], const uint32_t (&a_p)[kA], const float (&dp)[kS], int i0) const {
+  __device__ __forceinline__ void make_gradients(uint32_t (&a)[kA], const uint32_t (&a_p)[kA], const float (&dp)[kS], int i0,
+                                                 uint32_t s_rows) const {
     uint32_t largest = 0;
     if (G::masked(i0)) {
 #pragma unroll
-      for (int n = 0; n < kA; n += 4) G::template gradients4<true>(a + n, a_p + n, dp + 2 * n, largest);
+      for (int n = 0; n < kA; n += 4) G::template gradients4<true>(a + n, a_p + n, dp + 2 * n, largest, n, s_rows);
       if (ptx::has_nonfinite<typename G::T>(largest)) G::tell_nonfinite();
     } else {
 #pragma unroll
-      for (int n = 0; n < kA; n += 4) G::template gradients4<false>(a + n, a_p + n, dp + 2 * n, largest);
+      for (int n = 0; n < kA; n += 4) G::template gradients4<false>(a + n, a_p + n, dp + 2 * n, largest, n, s_rows);
     }
   }
 
@@ -218,10 +220,14 @@ struct KeyGradientSm90 : GradientSm90<C> {
     TileWalk at(*block);
     float x[kS];
     uint32_t a_p[kA], a_ds[kA];
+    typename G::State state;
     clear();
     ring.wait_k(shared, n);
+    G::begin_head(*block, at.head);
+    G::load_facts(state);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
     G::template issue_scores<false>(x, shared.k(n), shared.q(ring.stage), shared.rows(ring.stage));
+    G::draw(state, at.tile);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(x);
     ring.wait_v(shared);
@@ -229,14 +235,15 @@ struct KeyGradientSm90 : GradientSm90<C> {
     for (;;) {
       const int i0 = at.tile * C.block_m, done = ring.stage;
       float dp[kS];
-      G::make_weights(a_p, x, i0);
+      G::make_weights(a_p, state, x, i0, at.head, shared.rows(done));
       G::template issue_both<true>(dv, a_p, shared.dout(ring.step()), dp, shared.v(), shared.dout(ring.step()), shared.rows(done));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dv);
       ptx::wgmma_pin(a_p);
       ptx::wgmma_pin(dp);
-      make_gradients(a_ds, a_p, dp, i0);
+      make_gradients(a_ds, G::for_gradients(a_p, state), dp, i0, shared.rows(done));
       G::write_ds(a_ds, ring.step());
+      G::add_sums(a_ds, i0, at.head);
       ring.next_step();
       ring.next_stage(C.stages);
       bool more = true;
@@ -248,9 +255,21 @@ struct KeyGradientSm90 : GradientSm90<C> {
           ring.wait_k(shared, keys);
         }
       }
+      if constexpr (!C.plain()) {
+        const int head = at.head;
+        if (left > 0) at.advance(*block);
+        else if (more) at = TileWalk(blocks.at(keys));
+        if (left == 0 || at.head != head) {
+          G::end_head(head);
+          if (more) G::begin_head(blocks.at(keys), at.head);
+        }
+        G::load_facts(state);
+      }
       if (more) {
         ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
         G::template issue_both<false>(dk, a_ds, shared.q(done), x, shared.k(keys), shared.q(ring.stage), shared.rows(ring.stage));
+        G::draw(state, at.tile);
+        G::prefetch_bias(blocks.at(keys), at.head, at.tile);
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
         ptx::wgmma_pin(a_ds);
@@ -264,7 +283,7 @@ struct KeyGradientSm90 : GradientSm90<C> {
         for (int i = 0; i < kS; ++i) x[i] = 0.f;  // or this tile's S would have to be kept until here
       }
       arrive(shared.empty(done));
-      at.advance(*block);
+      if constexpr (C.plain()) at.advance(*block);
       if (left > 0) continue;
       G::wait_ds(ring.step());
       G::store_dv(dv, G::ds_rows(ring.step()));
@@ -295,10 +314,12 @@ __device__ __forceinline__ uint32_t weights_at(const GradientSm90<C>& g, int n) 
 
 // S, P, dV. One of its warps loads dO.
 template <BackwardSm90Config C, DqSums kSums>
-struct SplitValueSm90 : GradientSm90<C> {
-  using G = GradientSm90<C>;
+struct SplitValueSm90 : PointwiseSm90<C> {
+  using G = PointwiseSm90<C>;
   using G::arrive, G::block, G::kA, G::kD, G::kS, G::shared;
   const LoaderSm90<C, kSums> loader;
+
+  static constexpr bool kLeavesRows = C.lse_is_column();  // with the product of S
 
   // n: of the key block.
   __device__ __forceinline__ void walk(float (&dv)[kD], int left, RingPosition& ring, int n) const {
@@ -307,20 +328,26 @@ struct SplitValueSm90 : GradientSm90<C> {
     TileWalk at(*block);
     float x[kS];
     uint32_t a_p[kA];
+    typename G::State state;
     int done;
     ring.wait_k(shared, n);
+    G::begin_head(*block, at.head);
+    G::load_facts(state);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
     G::template issue_scores<false>(x, shared.k(0), shared.q(ring.stage), shared.rows(ring.stage));
+    G::draw(state, at.tile);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(x);
-    arrive(shared.empty(ring.stage));
+    if constexpr (kLeavesRows) arrive(shared.empty(ring.stage));
 #pragma unroll 1
     for (;;) {
-      G::make_weights(a_p, x, at.tile * C.block_m);
+      G::make_weights(a_p, state, x, at.tile * C.block_m, at.head, shared.rows(ring.stage));
+      if constexpr (!kLeavesRows) arrive(shared.empty(ring.stage));
       ptx::mbarrier_wait(shared.weights_empty(), (ring.step() & 1) ^ 1);
+      const auto& weights = G::for_gradients(a_p, state);
 #pragma unroll
       for (int i = 0; i < kA / 4; ++i)
-        ptx::store_shared(weights_at(*this, i), make_uint4(a_p[4 * i], a_p[4 * i + 1], a_p[4 * i + 2], a_p[4 * i + 3]));
+        ptx::store_shared(weights_at(*this, i), make_uint4(weights[4 * i], weights[4 * i + 1], weights[4 * i + 2], weights[4 * i + 3]));
       __syncwarp();
       arrive(shared.weights_full());
       ptx::mbarrier_wait(shared.dout_full(ring.stage), ring.parity());
@@ -328,16 +355,24 @@ struct SplitValueSm90 : GradientSm90<C> {
       ring.next_step();
       ring.next_stage(C.stages);
       if (--left == 0) break;
+      if constexpr (!C.plain()) {
+        const int head = at.head;
+        at.advance(*block);
+        if (at.head != head) G::begin_head(*block, at.head);
+        G::load_facts(state);
+      }
       ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
       G::template issue_both<false>(dv, a_p, shared.dout(done), x, shared.k(0), shared.q(ring.stage), shared.rows(ring.stage));
+      G::draw(state, at.tile);
+      G::prefetch_bias(*block, at.head, at.tile);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dv);
       ptx::wgmma_pin(a_p);
       ptx::wgmma_pin(x);
       arrive(shared.dout_empty(done));
-      arrive(shared.empty(ring.stage));
+      if constexpr (kLeavesRows) arrive(shared.empty(ring.stage));
       if (loads) loader.template load_next<false>(ring.step() + C.stages, n, true, left > 1, G::lane);
-      at.advance(*block);
+      if constexpr (C.plain()) at.advance(*block);
     }
     G::issue_gradient(dv, a_p, shared.dout(done));
     ptx::wgmma_wait<0>();
@@ -359,19 +394,19 @@ struct SplitValueSm90 : GradientSm90<C> {
 
 // dP, dS, dK. One of its warps loads Q, lse and delta.
 template <BackwardSm90Config C, DqSums kSums>
-struct SplitKeySm90 : GradientSm90<C> {
-  using G = GradientSm90<C>;
+struct SplitKeySm90 : PointwiseSm90<C> {
+  using G = PointwiseSm90<C>;
   using G::arrive, G::block, G::kA, G::kD, G::kS, G::shared;
   const LoaderSm90<C, kSums> loader;
 
   template <bool kMasked>
-  __device__ __forceinline__ void make_gradients(uint32_t (&a)[kA], const float (&dp)[kS]) const {
+  __device__ __forceinline__ void make_gradients(uint32_t (&a)[kA], const float (&dp)[kS], uint32_t s_rows) const {
     uint32_t largest = 0;
 #pragma unroll
     for (int n = 0; n < kA; n += 4) {
       const uint4 weights = ptx::load_shared_16(weights_at(*this, n / 4));
       const uint32_t a_p[4] = {weights.x, weights.y, weights.z, weights.w};
-      G::template gradients4<kMasked>(a + n, a_p, dp + 2 * n, largest);
+      G::template gradients4<kMasked>(a + n, a_p, dp + 2 * n, largest, n, s_rows);
     }
     if (kMasked && ptx::has_nonfinite<typename G::T>(largest)) G::tell_nonfinite();
   }
@@ -394,9 +429,9 @@ struct SplitKeySm90 : GradientSm90<C> {
     for (;;) {
       ptx::mbarrier_wait(shared.weights_full(), ring.step() & 1);
       if (G::masked(at.tile * C.block_m))
-        make_gradients<true>(a_ds, dp);
+        make_gradients<true>(a_ds, dp, shared.rows(ring.stage));
       else
-        make_gradients<false>(a_ds, dp);
+        make_gradients<false>(a_ds, dp, shared.rows(ring.stage));
       __syncwarp();
       arrive(shared.weights_empty());
       G::write_ds(a_ds, ring.step());
@@ -438,10 +473,10 @@ struct SplitKeySm90 : GradientSm90<C> {
 
 // Grid: one block a multiprocessor, or fewer. Tasks: key block inside key head inside batch entry (one more when keys are
 // packed); under causal masks the key blocks with the most queries come first, unless sums are ordered.
-template <Element kElement, int kHeadDim, DqSums kSums>
-__global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_threads(), 1)
+template <Element kElement, int kHeadDim, DqSums kSums, BackwardKind kKind>
+__global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind).num_threads(), 1)
     backward_sm90_kernel(const __grid_constant__ BackwardSm90Params p) {
-  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim);
+  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, kKind);
   static_assert(C.valid());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedBackwardSm90<C> shared{ptx::shared_address(memory)};
@@ -480,6 +515,18 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
   __syncthreads();
   ptx::wait_for_previous_kernels();
   if (p.backward.done != nullptr) ptx::let_next_kernel_start();  // post looks at what pre has cleared
+  if constexpr (!C.plain()) {
+    if (C.has_sums() && warpgroup > 0)
+      ptx::store_shared(shared.base + C.dalibi_offset() + (threadIdx.x - 128) * 4, 0u);
+    if (threadIdx.x == 0) {
+      if (C.has_sums() && p.backward.dbias.sum)
+        ptx::store_shared(shared.base + C.unit_offset(), __float_as_uint(ldexpf(1.f, dbias_exponent(p.backward.dbias, p.backward.head_dim_v))));
+      const Dropout dropout = resolve_dropout(p.backward.score);
+      ptx::store_shared(shared.base + C.seed_offset(),
+                        make_uint4(dropout.seed, dropout.seed >> 32, dropout.offset, dropout.offset >> 32));
+    }
+    __syncthreads();
+  }
 
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (warpgroup == 0) {
@@ -487,7 +534,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim).num_t
     QueryGradientSm90<C, kSums>{p, shared, loader, warp, lane}.run();
   } else {
     ptx::take_registers<C.kConsumerRegisters>();
-    GradientSm90<C> base{p, shared, nullptr, warpgroup - 1, warp, lane};
+    PointwiseSm90<C> base{p, shared, nullptr, warpgroup - 1, warp, lane};
     if constexpr (!C.split) {
       KeyGradientSm90<C>{base}.run(loader);
     } else {

@@ -16,34 +16,46 @@
 namespace tilewise::cuda {
 namespace {
 
-struct Sm90Kernel {
-  BackwardSm90Config config;
+struct Sm90Kernels {  // what one line of kernels.def compiles
+  Element element;
+  int head_dim;
   int (*launch)(const BackwardSm90Params&, int, void*);
+
+  BackwardSm90Config config(const tw_problem& p) const { return backward_sm90_config(element, head_dim, backward_kind(p)); }
 };
 
-constexpr Sm90Kernel kKernels[] = {
-#define TW_BACKWARD_SM90(E, D) {backward_sm90_config(Element::E, D), launch_backward_sm90<Element::E, D>},
+constexpr Sm90Kernels kKernels[] = {
+#define TW_BACKWARD_SM90(E, D) {Element::E, D, launch_backward_sm90<Element::E, D>},
 #include "cuda/kernels.def"
 };
 
-const Sm90Kernel* find_kernel(const tw_problem& p) {
+// What runs again behind these kernels has as many parts of dalibi: see run_backward_again().
+#define TW_BACKWARD_SM90(E, D) \
+  static_assert(conditional_config(Element::E, D).block_n() == backward_sm90_config(Element::E, D, BackwardKind::kGeneral).block_n());
+#include "cuda/kernels.def"
+
+const Sm90Kernels* find_kernels(const tw_problem& p) {
   const Element element = p.dtype == TW_FLOAT16 ? Element::kFloat16 : Element::kBfloat16;
-  for (const Sm90Kernel& kernel : kKernels)
-    if (kernel.config.element == element && kernel.config.head_dim >= std::max(p.head_dim, p.head_dim_v)) return &kernel;
+  for (const Sm90Kernels& kernels : kKernels)
+    if (kernels.element == element && kernels.head_dim >= std::max(p.head_dim, p.head_dim_v)) return &kernels;
   return nullptr;
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Does who adds first to a tile of dq store? Always where sums are ordered; else if few key blocks see a tile.
+// Does who adds first to a tile of dq store? Always where sums are ordered; else, without options, if few key blocks see a tile.
 bool first_stores(const tw_problem& p, const BackwardSm90Config& config) {
   const int64_t blocks = ceil_div(p.seqlen_k, config.block_n()), see = mask_of(p).right >= 0 ? (blocks + 1) / 2 : blocks;
-  return has(p, TW_HAS_DQ) && (p.deterministic || see <= config.few_key_blocks());
+  return has(p, TW_HAS_DQ) && (p.deterministic || (config.plain() && see <= config.few_key_blocks()));
+}
+
+int64_t num_dalibi_parts(const tw_problem& p, const BackwardSm90Config& config) {
+  return p.batch * p.num_heads_q * ceil_div(p.seqlen_k, config.block_n()) * config.kDalibiParts;
 }
 
 // The workspace, cut into arrays of 128-byte multiples.
 struct Workspace {
-  int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, again, done, total;
+  int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, again, done, dalibi_parts, dbias, total;
 
   Workspace(const tw_problem& p, const BackwardSm90Config& config) {
     const int64_t rows = p.num_heads_q * backward_padded_rows(p);
@@ -55,19 +67,21 @@ struct Workspace {
     };
     lse_log2 = take(true, rows * 4);
     delta = take(true, rows * 4);
-    row_columns = take(true, rows * 32);
+    row_columns = take(config.lse_is_column(), rows * 32);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);
     ticket = take(true, 4);
     turn = take(first_stores(p, config), p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
     again = take(true, sizeof(RunAgain));
     done = take(has(p, TW_HAS_DQ), p.num_heads_k * p.batch * 4);
+    dalibi_parts = take(has(p, TW_HAS_DALIBI), num_dalibi_parts(p, config) * 4);
+    dbias = take(has(p, TW_HAS_DBIAS), dbias_bytes(p));
   }
 };
 
 // Can a tile hold a pair that does not see each other, or a row that belongs to nobody?
 bool masks(const tw_problem& p) {
   const Mask mask = mask_of(p);
-  return mask.left >= 0 || mask.right >= 0 || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
+  return mask.left >= 0 || mask.right >= 0 || has(p, TW_HAS_BIAS) || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
          has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
 }
 
@@ -88,13 +102,12 @@ int left_to_post(const Plan& plan, int processors) {
 std::string refuse_backward_sm90(const tw_problem& p) {
   if (std::string reason = refuse_common(p); !reason.empty()) return reason;
   if (std::string reason = refuse_backward_sm80(p); !reason.empty()) return reason;
-  if (p.softcap != 0) return "softcap";
-  if (p.dropout_p != 0) return "dropout";
-  if (has(p, TW_HAS_BIAS)) return "bias";
-  if (has(p, TW_HAS_ALIBI)) return "alibi_slopes";
+  if ((p.features & (TW_HAS_DBIAS | TW_HAS_DALIBI)) != 0 && std::max(p.head_dim, p.head_dim_v) > 128)
+    return "gradient of bias or alibi_slopes with head dims above 128";
+  if (p.softcap != 0 && (p.features & (TW_HAS_DBIAS | TW_HAS_DALIBI)) != 0) return "softcap with the gradient of bias or alibi_slopes";
   if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
   if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
-  if (find_kernel(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
+  if (find_kernels(p) == nullptr) return concat("no kernel for head dims ", p.head_dim, ", ", p.head_dim_v, " was built");
   return "";
 }
 
@@ -103,8 +116,9 @@ Status plan_backward_sm90(const tw_problem& p, const Target& target, Plan* plan)
   if (capability != 0 && capability != 90)  // 0: planned where there is no GPU
     return unsupported("backward_sm90: device ", target.device_index, " is not of compute capability 9.0");
   TW_RETURN_IF_ERROR(plan_backward_sm80(p, target, plan));
-  const BackwardSm90Config& config = find_kernel(p)->config;
-  plan->config = concat("tile ", config.block_m, "x", config.block_n(), "x", config.head_dim,
+  const BackwardSm90Config config = find_kernels(p)->config(p);
+  constexpr const char* kKindNames[] = {"", "dropout, ", "general, "};
+  plan->config = concat(kKindNames[static_cast<int>(config.kind)], "tile ", config.block_m, "x", config.block_n(), "x", config.head_dim,
                         config.split ? ", dK and dV apart, " : ", ", config.stages, " stages, ", config.shared_bytes(),
                         " bytes shared", p.deterministic ? ", ordered sums" : "");
   plan->block_m = config.block_m;
@@ -122,12 +136,13 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   // Only the pointers tell. The general kernels take anything.
   if (!tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) || !tensor_map_possible(*t.dout))
     return run_backward_sm80(plan, t, workspace, stream);
-  const Sm90Kernel& kernel = *find_kernel(p);
-  const BackwardSm90Config& config = kernel.config;
+  const Sm90Kernels& kernels = *find_kernels(p);
+  const BackwardSm90Config config = kernels.config(p);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
 
   BackwardSm90Params params = {};
+  params.kind = config.kind;
   const auto panels = [&](int64_t columns) { return columns % 64 == 0 ? config.panels() : 1; };
   params.qk_loads = config.panels() / panels(p.head_dim);
   params.v_loads = config.panels() / panels(p.head_dim_v);
@@ -151,7 +166,7 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   auto* base = static_cast<char*>(workspace);
   backward.lse_log2 = reinterpret_cast<float*>(base + layout.lse_log2);
   backward.delta = reinterpret_cast<float*>(base + layout.delta);
-  backward.row_columns = reinterpret_cast<uint8_t*>(base + layout.row_columns);
+  if (config.lse_is_column()) backward.row_columns = reinterpret_cast<uint8_t*>(base + layout.row_columns);
   if (t.dq) backward.dq_sum = reinterpret_cast<float*>(base + layout.dq_sum);
   backward.num_key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, config.block_n()));
   backward.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
@@ -178,8 +193,17 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   else if (!backward.deterministic && backward.score.window_right >= 0 && backward.score.window_left < 0)
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
 
+  if (t.dalibi) {
+    backward.dalibi_parts = reinterpret_cast<float*>(base + layout.dalibi_parts);
+    backward.dalibi_split = static_cast<uint8_t>(config.kDalibiParts);
+    if (const int error = launch_fill(backward.dalibi_parts, 1, num_dalibi_parts(p, config), 0, 1, 0.f, stream); error != 0)
+      return device_error("dalibi", error);
+  }
+  if (t.dbias) TW_RETURN_IF_ERROR(begin_dbias(&backward, p, t, base + layout.dbias, stream));
   if (const int error = launch_backward_pre(backward, element, true, stream); error != 0) return device_error("backward_pre", error);
-  if (const int error = kernel.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
+  if (t.dbias)
+    if (const int error = launch_largest_value(backward, element, stream); error != 0) return device_error("largest value", error);
+  if (const int error = kernels.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
   const auto post = [&](const BackwardParams& x) {
     const int error = t.dq ? launch_backward_post(x, element, true, stream) : 0;
     return error != 0 ? device_error("backward_post", error) : Status();
@@ -194,12 +218,12 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   if (t.dsink)
     if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], true, stream); error != 0)
       return device_error("dsink", error);
-  return Status();
+  return finish_option_gradients(backward, t, stream);
 }
 
 KernelRow backward_sm90_row() {
   return {"backward_sm90", TW_BACKEND_CUDA, TW_BACKWARD, "sm_90a",
-          "f16 and bf16, head dims up to 256, full, causal and window, dense and packed, deterministic on request",
+          "f16 and bf16, head dims up to 256, every mask and option, dense and packed, deterministic on request",
           forward_sm90_available,
           refuse_backward_sm90, plan_backward_sm90, run_backward_sm90};
 }

@@ -216,7 +216,12 @@ struct LoaderSm90 {
       ptx::mbarrier_arrive_expect(full, (C.split ? 1 : 2) * C.q_bytes() + (kQ ? C.row_bytes() : 0));
       if constexpr (kQ) {
         load_box(shared.q(stage), p.q, full, C.block_m, row, s.at.head, batch, p.qk_loads);
-        ptx::bulk_load(shared.rows(stage), block.row_columns + padded * 32, C.row_bytes(), full);
+        [[maybe_unused]] const int64_t at = (block.row_columns - b.row_columns) / 32 + padded;
+        if constexpr (C.lse_is_column())
+          ptx::bulk_load(shared.rows(stage), block.row_columns + padded * 32, C.lse_bytes(), full);
+        else
+          ptx::bulk_load(shared.rows(stage), b.lse_log2 + at, C.lse_bytes(), full);
+        if constexpr (!C.plain()) ptx::bulk_load(shared.rows(stage) + C.delta_offset(), b.delta + at, C.block_m * 4, full);
         if (!C.split) s.row = row, s.head = s.at.head, s.batch = batch;
       } else {
         load_box(shared.dout(s.loaded), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);

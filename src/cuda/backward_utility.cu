@@ -53,7 +53,7 @@ int launch_dsink(const BackwardParams& p, float* dsink, int64_t stride, bool ear
 
 int launch_dalibi(const BackwardParams& p, float* dalibi, int64_t stride_batch, int64_t stride_head, bool sum_batch,
                   void* stream) {
-  const DalibiParams params{p.dalibi_parts, p.sequence.batch, p.sequence.num_heads_q, p.num_key_blocks, dalibi,
+  const DalibiParams params{p.dalibi_parts, p.sequence.batch, p.sequence.num_heads_q, int64_t{p.num_key_blocks} * p.dalibi_split, dalibi,
                             stride_batch,   stride_head,      sum_batch};
   const int64_t slopes = sum_batch ? params.heads : params.batch * params.heads;
   return launch<dalibi_kernel<128>>(params, (slopes + 127) / 128, 128, 0, static_cast<cudaStream_t>(stream));

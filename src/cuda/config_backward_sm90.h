@@ -13,7 +13,9 @@ struct BackwardSm90Config {
   int block_m;     // queries a step
   int stages;      // of Q; lse and delta
   bool split;      // one warpgroup has dV, the other dK, of the same 64 keys. Else: each has both, of 64 keys of its own
+  BackwardKind kind = BackwardKind::kPlain;
 
+  TW_HOST_DEVICE constexpr bool plain() const { return kind == BackwardKind::kPlain; }
   static constexpr int kConsumers = 2;  // warpgroups
   TW_HOST_DEVICE constexpr int block_n() const { return split ? 64 : 64 * kConsumers; }
   static constexpr int kDoutStages = 2;
@@ -34,7 +36,11 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int q_bytes() const { return block_m * head_dim * 2; }
   TW_HOST_DEVICE constexpr int ds_bytes() const { return block_n() * block_m * 2; }
   TW_HOST_DEVICE constexpr int p_bytes() const { return split ? block_n() * block_m * 2 : 0; }
-  TW_HOST_DEVICE constexpr int row_bytes() const { return block_m * 32; }  // lse and delta of a tile, as columns
+  // lse and delta of a tile: as columns of a product; with options delta, where lse gains nothing by it both, as float32.
+  TW_HOST_DEVICE constexpr bool lse_is_column() const { return plain() || (kind == BackwardKind::kDropout && head_dim > 64); }
+  TW_HOST_DEVICE constexpr int lse_bytes() const { return block_m * (lse_is_column() ? 32 : 4); }  // in columns with delta
+  TW_HOST_DEVICE constexpr int row_bytes() const { return lse_bytes() + (plain() ? 0 : block_m * 4); }
+  TW_HOST_DEVICE constexpr int delta_offset() const { return lse_bytes(); }
   static constexpr int kTargets = 8;  // a tile's is needed until the turn behind the next one, and loads are up to four ahead
   static constexpr int kLoadBytes = 48;  // of a LoadState, of which there are two
   static constexpr int kBlockBytes = 128;  // of a KeyBlock; there are the present one and the next
@@ -50,7 +56,20 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int target_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   TW_HOST_DEVICE constexpr int load_offset() const { return target_offset() + 16 * kTargets; }
   TW_HOST_DEVICE constexpr int count_offset() const { return load_offset() + 2 * kLoadBytes; }  // of warps that have left V
-  TW_HOST_DEVICE constexpr int block_offset() const { return count_offset() + 16; }
+  // Gradients of bias and ALiBi slopes; where one warpgroup has dK alone, registers do not suffice.
+  TW_HOST_DEVICE constexpr bool has_sums() const { return kind == BackwardKind::kGeneral && !split; }
+  static constexpr int kDalibiParts = 4 * kConsumers;  // of a key block and head: one a warp
+
+  static constexpr int kFactBytes = 64;  // of a head, a warp: see OptionsSm90
+
+  // Options: seed and offset of dropout; the unit of dbias; facts of a head; sums of dalibi.
+  TW_HOST_DEVICE constexpr int seed_offset() const { return count_offset() + 16; }
+  TW_HOST_DEVICE constexpr int unit_offset() const { return seed_offset() + 16; }
+  TW_HOST_DEVICE constexpr int facts_offset() const { return unit_offset() + 16; }
+  TW_HOST_DEVICE constexpr int dalibi_offset() const { return facts_offset() + kConsumers * 4 * kFactBytes; }
+  TW_HOST_DEVICE constexpr int block_offset() const {
+    return plain() ? count_offset() + 16 : dalibi_offset() + (has_sums() ? kConsumers * 128 * 4 : 0);
+  }
   TW_HOST_DEVICE constexpr int shared_bytes() const { return block_offset() + 2 * kBlockBytes; }
 
   TW_HOST_DEVICE constexpr bool valid() const {
@@ -59,10 +78,10 @@ struct BackwardSm90Config {
   }
 };
 
-TW_HOST_DEVICE constexpr BackwardSm90Config backward_sm90_config(Element element, int head_dim) {
-  if (head_dim <= 64) return {element, 64, 128, 3, false};
-  if (head_dim <= 128) return {element, 128, 64, 3, false};
-  return {element, 256, 64, 2, true};
+TW_HOST_DEVICE constexpr BackwardSm90Config backward_sm90_config(Element element, int head_dim, BackwardKind kind) {
+  if (head_dim <= 64) return {element, 64, 128, 3, false, kind};
+  if (head_dim <= 128) return {element, 128, 64, 3, false, kind};
+  return {element, 256, 64, 2, true, kind};
 }
 
 }  // namespace tilewise::cuda

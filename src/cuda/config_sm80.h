@@ -126,7 +126,6 @@ struct BackwardConfig {
   int num_stages;    // of Q and dO
   bool split = false;  // float32: the block splits K, Q, dO, P and dS into three bfloat16 parts, once; V is left to the warps
   bool one_pair_tile = false;  // P and dS go through the same shared memory, one after the other
-  bool asks_order = false;  // plain, and asks at run time whether sums of dQ are ordered
 
   TW_HOST_DEVICE constexpr int num_threads() const { return num_warps * 32; }
   TW_HOST_DEVICE constexpr int block_n() const { return num_warps / column_split * 16 * row_groups; }
@@ -137,7 +136,7 @@ struct BackwardConfig {
   }
   // Up to d 64 ordered sums are a kind of their own: to ask at run time costs either 3 to 4 %. Above, the plain kernel asks.
   TW_HOST_DEVICE constexpr bool knows_order() const {
-    return element != Element::kFloat32 && head_dim <= 64 && (kind == BackwardKind::kPlain || kind == BackwardKind::kOrdered) && !asks_order;
+    return element != Element::kFloat32 && head_dim <= 64 && (kind == BackwardKind::kPlain || kind == BackwardKind::kOrdered);
   }
   // Queries whose ordered sums go together. The fence that passes a turn on takes as long as a fifth of a tile of 32 queries: 16k causal 275
   // TFLOP/s, a turn a tile 261.
@@ -189,11 +188,9 @@ TW_HOST_DEVICE constexpr BackwardConfig roomy_config(Element element, BackwardKi
   return backward_config(element, kind, head_dim, false);
 }
 
-// Behind a row of sm_90, in both orders.
+// Behind a row of sm_90, with every option and in both orders.
 TW_HOST_DEVICE constexpr BackwardConfig conditional_config(Element element, int head_dim) {
-  BackwardConfig config = backward_config(element, BackwardKind::kPlain, head_dim, false);
-  config.asks_order = true;
-  return config;
+  return backward_config(element, BackwardKind::kGeneral, head_dim, false);
 }
 
 // Is there a shape of its own for GPUs with less shared memory?

@@ -30,7 +30,7 @@ int launch_backward_roomy(const BackwardParams& params, int64_t num_blocks, void
 // `early`: the kernel may start before those ahead of it in the stream have ended, and waits by itself.
 template <Element kElement, int kHeadDim>
 int launch_decode(const ForwardParams& params, int64_t num_blocks, bool early, void* stream);
-// Behind params.again: any number of blocks share the tasks. On sm_90 and newer.
+// Behind params.again, with every option: any number of blocks share the tasks. On sm_90 and newer.
 template <Element kElement, int kHeadDim>
 int launch_backward_again(const BackwardParams& params, int64_t num_blocks, void* stream);
 

@@ -9,14 +9,22 @@ namespace tilewise::cuda {
 
 template <Element kElement, int kHeadDim>
 int launch_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream) {
-  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim);
-  const auto start = [&]<DqSums kSums>() {
-    return launch<backward_sm90_kernel<kElement, kHeadDim, kSums>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
-                                                                   static_cast<cudaStream_t>(stream), Start::kEarly);
+  const auto start = [&]<DqSums kSums, BackwardKind kKind>() {
+    constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, kKind);
+    return launch<backward_sm90_kernel<kElement, kHeadDim, kSums, kKind>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
+                                                                          static_cast<cudaStream_t>(stream), Start::kEarly);
   };
-  if (params.backward.deterministic) return start.template operator()<DqSums::kOrdered>();
-  if (params.backward.first_stores) return start.template operator()<DqSums::kFirst>();
-  return start.template operator()<DqSums::kAny>();
+  if (params.kind == BackwardKind::kDropout) {
+    if (params.backward.deterministic) return start.template operator()<DqSums::kOrdered, BackwardKind::kDropout>();
+    return start.template operator()<DqSums::kAny, BackwardKind::kDropout>();
+  }
+  if (params.kind == BackwardKind::kGeneral) {
+    if (params.backward.deterministic) return start.template operator()<DqSums::kOrdered, BackwardKind::kGeneral>();
+    return start.template operator()<DqSums::kAny, BackwardKind::kGeneral>();
+  }
+  if (params.backward.deterministic) return start.template operator()<DqSums::kOrdered, BackwardKind::kPlain>();
+  if (params.backward.first_stores) return start.template operator()<DqSums::kFirst, BackwardKind::kPlain>();
+  return start.template operator()<DqSums::kAny, BackwardKind::kPlain>();
 }
 
 }  // namespace tilewise::cuda

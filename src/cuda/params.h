@@ -140,6 +140,7 @@ struct BackwardParams {
   bool deterministic;
   int32_t descending;  // sm_80, causal: of so many heads at the end the first keys come first, see backward_sm80_task()
   bool first_stores;  // sm_90a: who adds first to a tile stores, and sums to which nobody adds are never written
+  uint8_t dalibi_split;  // parts of dalibi a key block and head
   int32_t* ticket;  // [1]
   int32_t* turn;    // [head, batch, query block, turns_per_block]: who has added, see DqSums
   int32_t turns_per_block, block_m;
@@ -148,7 +149,7 @@ struct BackwardParams {
   uint8_t* row_columns;
   float inverse_scale;       // 1 / scale, finite
   RunAgain* again;           // null: nothing is masked
-  float* dalibi_parts;  // [batch, head, key block]
+  float* dalibi_parts;  // [batch, head, key block, dalibi_split]
   DbiasSum dbias;
   // sm_90a: [batch, key head], how many key blocks have added all that they have. post then runs beside the main kernel, and writes dq of
   // a head as soon as its key blocks have been counted. Null: it waits for the main kernel.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/config_sm80.h"
 #include "cuda/params.h"
 
 namespace tilewise::cuda {
@@ -16,6 +17,7 @@ struct BackwardSm90Params {
   bool dk_aligned, dv_aligned;  // 16-bit elements, 16-byte aligned rows
   int32_t num_tasks;            // key blocks of all heads, handed out by backward.ticket
   int32_t section;              // of heads that take turns, see key_block_of()
+  BackwardKind kind;
 };
 
 }  // namespace tilewise::cuda

@@ -47,11 +47,30 @@ const Case kCases[] = {
     {"bwd f16 cuda b=2 hq=8 sq=50 sk=70 d=192 dv=128 window=10,3 dlse sink dsink", ""},
     {"bwd bf16 cuda b=4 hq=8 sq=500 d=64 packed_q=1200 packed_k=1200 seqused_q causal deterministic", ""},
     {"bwd f32 cuda b=2 hq=8 sq=2048 d=64", "dtype"},
-    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 softcap=20", "softcap"},
-    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 dropout=0.1", "dropout"},
-    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f32:hqk", "bias"},
-    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 alibi=h", "alibi_slopes"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f32:hqk dbias softcap=20", "softcap with the gradient of bias or alibi_slopes"},
+    {"bwd f16 cuda b=2 hq=8 sq=2048 d=192 dv=128 alibi=h dalibi", "gradient of bias or alibi_slopes with head dims above 128"},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 sk=0 d=128", "no keys or no rows"},
+};
+
+// What the table gives to which row, with a GPU of Hopper's kind.
+struct ChoiceCase {
+  const char* problem;
+  const char* row;
+  const char* config;  // a part of it
+};
+
+const ChoiceCase kChoiceCases[] = {
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 causal", "backward_sm90", "tile 64x128x128"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 dropout=0.1", "backward_sm90", "dropout, tile 64x128x128"},
+    {"bwd f16 cuda b=2 hq=8 hk=2 sq=2048 d=64 dropout=0.1 rng_state causal deterministic", "backward_sm90", "dropout, tile 128x128x64"},
+    {"bwd f16 cuda b=2 hq=8 sq=2048 d=192 dv=128 dropout=0.1 window=100,0", "backward_sm90", "dropout, tile 64x64x256"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=96 softcap=20 causal", "backward_sm90", "general, tile 64x128x128"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=256 softcap=20 alibi=bh bias=f32:hqk dropout=0.1", "backward_sm90", "general, tile 64x64x256"},
+    {"bwd f16 cuda b=2 hq=8 sq=2048 d=64 alibi=h dalibi", "backward_sm90", "general, tile 128x128x64"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=bf16:bqk dbias deterministic", "backward_sm90", "general, tile 64x128x128"},
+    {"bwd bf16 cuda b=4 hq=8 sq=500 d=128 packed_q=1200 packed_k=1200 mask=bhqk causal", "backward_sm90", "general, tile 64x128x128"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=256 bias=bf16:bqk dbias", "backward_sm80", "general"},
+    {"bwd f32 cuda b=2 hq=8 sq=2048 d=64 dropout=0.1", "backward_sm80", "dropout"},
 };
 
 // How a row cuts where a measurement or a caller wants it otherwise.
@@ -82,10 +101,31 @@ const CutCase kCutCases[] = {
     {"bwd bf16 cuda b=1 hq=8 sq=512 d=128", "backward_sm80", "block_m=64", "backward_sm80 cuts by itself"},
 };
 
-// Through the table without its `available`: there need not be a GPU.
-int run_cuts() {
+// The table without its `available`: there need not be a GPU.
+std::vector<KernelRow> available_rows() {
   std::vector<KernelRow> rows(cuda_kernels().begin(), cuda_kernels().end());
   for (KernelRow& row : rows) row.available = [] { return true; };
+  return rows;
+}
+
+int run_choices() {
+  const std::vector<KernelRow> rows = available_rows();
+  int failed = 0;
+  for (const ChoiceCase& c : kChoiceCases) {
+    tw_problem p;
+    Plan plan;
+    Status status = parse(c.problem, &p);
+    if (status.ok()) status = make_plan(p, Target(), rows, &plan);
+    const std::string text = status.ok() ? concat(plan.row->name, ": ", plan.config) : status.message();
+    const bool ok = status.ok() && std::string(plan.row->name) == c.row && plan.config.starts_with(c.config);
+    failed += !ok;
+    std::printf("%s %s: %s\n", ok ? "ok  " : "FAIL", c.problem, text.c_str());
+  }
+  return failed;
+}
+
+int run_cuts() {
+  const std::vector<KernelRow> rows = available_rows();
   int failed = 0;
   for (const CutCase& c : kCutCases) {
     tw_problem p;
@@ -132,4 +172,4 @@ int run() {
 }  // namespace
 }  // namespace tilewise
 
-int main() { return tilewise::run() + tilewise::run_cuts(); }
+int main() { return tilewise::run() + tilewise::run_choices() + tilewise::run_cuts(); }

@@ -207,7 +207,8 @@ std::vector<Check> backward_cases() {
     both(s + " dropout=0.1 seed=9 offset=3"), both(s + " dropout=0.5 rng_state window=50,20"), both(s + " dropout=0.4 seed=3 softcap=8 deterministic");
     both(s + " dropout=0.2 causal", Layout::kUnaligned), both(s + " dropout=0.2 causal deterministic");
     both(s + " bias=bf16:bk dbias"), both(s + " bias=f16:q dbias"), both(s + " bias=f32:1 dbias"), both(s + " bias=f32:bhqk dbias"), both(s + " mask=qk"), both(s + " mask=bk");
-    both(s + " bias=f32:bhqk dbias deterministic");
+    both(s + " bias=f32:bhqk dbias deterministic"), both(s + " causal alibi=bh bias=f32:hqk sink dropout=0.3 seed=5 dbias dalibi dsink dlse deterministic");
+    both(s + " alibi=h dalibi window=60,40 dropout=0.1 rng_state"), both(s + " mask=hqk causal dropout=0.2 softcap=6 scale=-0.1");
     both(s + " scale=0"), both(s + " scale=-0.125 causal"), both(s + " no_dq"), both(s + " no_dk no_dv"), both(s + " no_dk");
     both(s + " causal", Layout::kContiguous, InputKind::kPeaked);
     both(s + " seqused_q seqused_k causal");
@@ -220,10 +221,13 @@ std::vector<Check> backward_cases() {
     const auto few = [&](const std::string& text) { cases.push_back({"bwd bf16 " + text}), cases.push_back({"bwd f16 " + text}); };
     for (const char* margin : {" sm_margin=131", " sm_margin=129", " sm_margin=125"}) {
       for (const char* rest : {"", " causal", " deterministic", " causal deterministic", " window=40,30", " window=90,-1 deterministic", " window=20,60 deterministic",
-                               " seqused_q seqused_k causal", " seqused_q seqused_k deterministic", " causal no_dq", " no_dk"})
+                               " seqused_q seqused_k causal", " seqused_q seqused_k deterministic", " causal no_dq", " no_dk",
+                               " dropout=0.2 seed=4", " dropout=0.1 seed=4 causal", " dropout=0.3 window=40,30 deterministic", " dropout=0.6 seqused_q seqused_k causal",
+                               " alibi=h dalibi causal", " bias=f32:hqk dbias window=40,30", " softcap=9 dropout=0.2 seqused_q seqused_k deterministic"})
         few(s + rest + margin);
       for (const char* rest : {" packed_q=900 packed_k=800", " packed_q=900 packed_k=800 causal deterministic", " packed_q=900 packed_k=800 deterministic",
-                               " packed_k=800 window=30,10", " packed_q=300 packed_k=700 causal"})
+                               " packed_k=800 window=30,10", " packed_q=300 packed_k=700 causal", " packed_q=900 packed_k=800 dropout=0.2 causal",
+                               " packed_q=900 packed_k=800 dropout=0.1 rng_state deterministic", " packed_q=900 packed_k=800 causal alibi=bh dalibi dropout=0.2"})
         few(packed + rest + margin);
       // More key blocks a head than those up to which the first to add to dq stores.
       for (const char* rest : {"", " causal"}) few(std::string("b=1 hq=2 hk=1 sq=130 sk=2100 d=") + d + rest + margin);
@@ -232,7 +236,8 @@ std::vector<Check> backward_cases() {
     }
   }
   for (const char* d : {"64", "128", "192", "256"})
-    for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal deterministic"})
+    for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal deterministic", " causal dropout=0.3", " window=20,10 dropout=0.5",
+                             " mask=qk dropout=0.2 softcap=5", " mask=bqk causal", " alibi=h window=20,10 dalibi"})
       for (const char* dtype : kDtypes)
         cases.push_back({std::string("bwd ") + dtype + "b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink dsink", "b=1 hq=0 sq=5"})

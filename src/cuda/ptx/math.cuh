@@ -85,6 +85,13 @@ __device__ __forceinline__ void below(uint32_t x, uint32_t y, bool flip, bool& l
   low = p != 0, high = q != 0;
 }
 
+// Per half, all ones where its sign bit is set, else zeros.
+__device__ __forceinline__ uint32_t spread_signs(uint32_t x) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(d) : "r"(x));  // __byte_perm knows no signs
+  return d;
+}
+
 // 0 * x + sum of a pair of 16-bit floats, or of one float: as bits, not 0 as soon as an x was inf or NaN.
 template <class T>
 __device__ __forceinline__ uint32_t add_zero_times(uint32_t x, uint32_t sum) {

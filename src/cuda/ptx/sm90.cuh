@@ -38,6 +38,8 @@ __device__ __forceinline__ float4 load_from_l2(const float4* global) {
   return x;
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory"); }
+
 // Larger magnitude of each pair, with some sign; NaN if one is NaN.
 template <class T>
 __device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b);

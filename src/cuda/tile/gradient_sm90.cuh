@@ -51,6 +51,16 @@ struct GradientSm90 {
   using Keys = Panels<C.block_n()>;
   using Queries = Panels<C.block_m>;
 
+  // What options keep of a tile: nothing here. See OptionsSm90, which also draws.
+  struct State {};
+  __device__ __forceinline__ static const uint32_t (&for_gradients(const uint32_t (&a)[kA], const State&))[kA] { return a; }
+  __device__ __forceinline__ void begin_head(const KeyBlock&, int) const {}
+  __device__ __forceinline__ void load_facts(State&) const {}
+  __device__ __forceinline__ void add_sums(const uint32_t (&)[kA], int, int) const {}
+  __device__ __forceinline__ void end_head(int) const {}
+  __device__ __forceinline__ void draw(State&, int) const {}
+  __device__ __forceinline__ void prefetch_bias(const KeyBlock&, int, int) const {}
+
   const BackwardSm90Params& p;
   const SharedBackwardSm90<C> shared;
   const KeyBlock* block;
@@ -92,7 +102,7 @@ struct GradientSm90 {
     const uint32_t minus = make_minus();
     ptx::wgmma_fence();
     issue_steps(x, s_keys, s_queries, 0, kSteps);
-    issue_columns<kDelta>(x, s_rows, minus);
+    if constexpr (kDelta ? C.plain() : C.lse_is_column()) issue_columns<kDelta>(x, s_rows, minus);
     ptx::wgmma_commit();
   }
 
@@ -127,7 +137,7 @@ struct GradientSm90 {
       issue_gradient_step(d, a, s_d, step);
       issue_steps(x, s_keys, s_queries, step * kSteps / kGradientSteps, (step + 1) * kSteps / kGradientSteps);
     }
-    issue_columns<kDelta>(x, s_rows, minus);
+    if constexpr (kDelta ? C.plain() : C.lse_is_column()) issue_columns<kDelta>(x, s_rows, minus);
     ptx::wgmma_commit();
   }
 
@@ -142,14 +152,7 @@ struct GradientSm90 {
   template <bool kMasked>
   __device__ __forceinline__ void weights(uint32_t (&a)[kA], const float (&x)[kS], int i0) const {
     uint32_t visible[2] = {}, largest = 0;  // a bit an element of a row; magnitude of the hidden scores
-    if constexpr (kMasked) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const Range queries =
-            visible_queries(p.backward.score, block->first_key + key_row(half), block->s.seqlen_q, block->s.seqlen_k);
-        visible[half] = elements_before(queries.end - i0) & ~elements_before(queries.begin - i0);
-      }
-    }
+    if constexpr (kMasked) see(visible, i0);
 #pragma unroll
     for (int n = 0; n < kS / 4; ++n)
 #pragma unroll
@@ -170,6 +173,16 @@ struct GradientSm90 {
     if (kMasked && largest >= 0x7f800000u) tell_nonfinite();
   }
 
+  // A bit an element of a row.
+  __device__ __forceinline__ void see(uint32_t (&visible)[2], int i0) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range queries =
+          visible_queries(p.backward.score, block->first_key + key_row(half), block->s.seqlen_q, block->s.seqlen_k);
+      visible[half] = elements_before(queries.end - i0) & ~elements_before(queries.begin - i0);
+    }
+  }
+
   // This thread has the columns 8 n + 2 (lane % 4) + {0, 1}: bits of those before `column`.
   __device__ __forceinline__ uint32_t elements_before(int column) const {
     const int own = max(column - 2 * (lane & 3), 0), count = own / 8 * 2 + min(own % 8, 2);
@@ -187,7 +200,7 @@ struct GradientSm90 {
   // dP^T to dS^T for four operand registers, from the rounded P: as good as from the other, since dS is rounded, too, and it
   // costs half the registers. A dO that is not finite shows in dS, even where P is 0.
   template <bool kMasked>
-  __device__ __forceinline__ void gradients4(uint32_t* a, const uint32_t* a_p, const float* dp, uint32_t& largest) const {
+  __device__ __forceinline__ void gradients4(uint32_t* a, const uint32_t* a_p, const float* dp, uint32_t& largest, int, uint32_t) const {
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const float2 weight = unpack(a_p[n]);
@@ -201,7 +214,7 @@ struct GradientSm90 {
     return i0 < full[0] || i0 + C.block_m > full[1];
   }
 
-  __device__ __forceinline__ void make_weights(uint32_t (&a)[kA], const float (&x)[kS], int i0) const {
+  __device__ __forceinline__ void make_weights(uint32_t (&a)[kA], State&, const float (&x)[kS], int i0, int, uint32_t) const {
     if (masked(i0))
       weights<true>(a, x, i0);
     else
@@ -288,8 +301,8 @@ struct GradientSm90 {
   __device__ __forceinline__ void store_dk(const float (&dk)[kD], uint32_t to) const {
     store(p.backward.dk, p.backward.dk_is_float, p.dk_aligned, dk, p.backward.gradient_scale, p.backward.head_dim, to);
   }
-  __device__ __forceinline__ void store_dv(const float (&dv)[kD], uint32_t to) const {
-    store(p.backward.dv, p.backward.dv_is_float, p.dv_aligned, dv, 1.f, p.backward.head_dim_v, to);
+  __device__ __forceinline__ void store_dv(const float (&dv)[kD], uint32_t to, float factor = 1.f) const {
+    store(p.backward.dv, p.backward.dv_is_float, p.dv_aligned, dv, factor, p.backward.head_dim_v, to);
   }
 };
 
