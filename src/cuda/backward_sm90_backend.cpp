@@ -20,12 +20,13 @@ struct Sm90Kernels {  // what one line of kernels.def compiles
   Element element;
   int head_dim;
   int (*launch)(const BackwardSm90Params&, int, void*);
+  int (*launch_options)(const BackwardSm90Params&, int, void*);
 
   BackwardSm90Config config(const tw_problem& p) const { return backward_sm90_config(element, head_dim, backward_kind(p)); }
 };
 
 constexpr Sm90Kernels kKernels[] = {
-#define TW_BACKWARD_SM90(E, D) {Element::E, D, launch_backward_sm90<Element::E, D>},
+#define TW_BACKWARD_SM90(E, D) {Element::E, D, launch_backward_sm90<Element::E, D>, launch_backward_sm90_options<Element::E, D>},
 #include "cuda/kernels.def"
 };
 
@@ -203,7 +204,8 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   if (const int error = launch_backward_pre(backward, element, true, stream); error != 0) return device_error("backward_pre", error);
   if (t.dbias)
     if (const int error = launch_largest_value(backward, element, stream); error != 0) return device_error("largest value", error);
-  if (const int error = kernels.launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
+  const auto launch = config.plain() ? kernels.launch : kernels.launch_options;
+  if (const int error = launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
   const auto post = [&](const BackwardParams& x) {
     const int error = t.dq ? launch_backward_post(x, element, true, stream) : 0;
     return error != 0 ? device_error("backward_post", error) : Status();
