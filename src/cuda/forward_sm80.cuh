@@ -211,7 +211,11 @@ struct ForwardKernel {
     }
     const DropoutHead::Part keys = draws.head.column_part(j0 >> 3);
 #pragma unroll
-    for (int m = 0; m < kM; ++m) drawn[m] = draws.head.draw(draws.rows[m], keys);
+    for (int m = 0; m < kM; ++m) {
+      drawn[m] = draws.head.draw(draws.rows[m], keys);
+      // One after the other: side by side they take registers that the general kernel's loop has not, with dropout or without.
+      if constexpr (kGeneral) __syncwarp();
+    }
   }
 
   // The operand of 16 keys, with zeros for what dropout takes; the sums have it. float32: in x, too, see pair_at().
