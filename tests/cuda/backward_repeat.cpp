@@ -1,5 +1,5 @@
-// Deterministic backward rows give the same bits every time: backward_repeat [N], N launches of each problem (default 500)
-// while another stream keeps the GPU busy, so that blocks start and end in ever other orders.
+// Deterministic backward rows give the same bits every time: backward_repeat [N] [K/M], N launches of each problem (default 500), or of every
+// M-th from the K-th on, while another stream keeps the GPU busy, so that blocks start and end in ever other orders.
 #include <cuda_runtime.h>
 
 #include <cstdlib>
@@ -19,18 +19,22 @@ const char* const kProblems[] = {
     // More key blocks than multiprocessors: dq is written beside the main kernel.
     "bwd bf16 cuda b=9 hq=8 hk=4 sq=300 sk=700 d=128 deterministic",
     "bwd bf16 cuda b=6 hq=8 sq=500 d=64 causal deterministic",
+    "bwd bf16 cuda b=2 hq=8 sq=700 d=128 causal dropout=0.1 seed=3 deterministic",
 };
 
-int run(int repeats) {
+int run(int repeats, const std::string& shard) {
   if (const std::string missing = gpu_missing(); !missing.empty()) {
     std::printf("SKIPPED: no GPU: %s\n", missing.c_str());
     return 0;
   }
-  int cases = 0, failed = 0;
+  const size_t slash = shard.find('/');
+  const int remainder = std::atoi(shard.c_str()), shards = slash == std::string::npos ? 1 : std::atoi(shard.c_str() + slash + 1);
+  int cases = 0, failed = 0, problem = 0;
   cudaStream_t busy;
   check_cuda(cudaStreamCreateWithFlags(&busy, cudaStreamNonBlocking), "stream");
   const GpuMemory scratch(size_t{64} << 20);
-  for (const char* text : kProblems)
+  for (const char* text : kProblems) {
+    if (problem++ % shards != remainder) continue;
     for (const Session::Case& c : Session::cases(text)) {
       Session session(c, 7);
       const int differ = session.differing_repeats(
@@ -38,6 +42,7 @@ int run(int repeats) {
       std::printf("%s %s: %d runs, %d differ\n", differ ? "FAIL" : "ok  ", session.name().c_str(), repeats, differ);
       ++cases, failed += differ > 0;
     }
+  }
   std::printf("%d cases, %d failed\n", cases, failed);
   return failed != 0;
 }
@@ -45,4 +50,4 @@ int run(int repeats) {
 }  // namespace
 }  // namespace tilewise
 
-int main(int argc, char** argv) { return tilewise::run(argc > 1 ? std::atoi(argv[1]) : 500); }
+int main(int argc, char** argv) { return tilewise::run(argc > 1 ? std::atoi(argv[1]) : 500, argc > 2 ? argv[2] : "0/1"); }
