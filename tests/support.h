@@ -50,6 +50,14 @@ inline void expect_same_bits(Inputs& a, Inputs& b, const std::string& what) {
   }
 }
 
+// Rows that compute what a hidden NaN or infinity has touched again, by other sums: right, but not to the bit (docs/adr/0006).
+inline bool computes_again(const std::string& kernel) { return kernel == "forward_sm90" || kernel == "backward_sm90"; }
+
+inline void expect_check(const CheckRequest& request) {
+  const CheckResult result = check(request);
+  EXPECT_TRUE(result.ok || result.refused) << to_text(result);
+}
+
 // Largest |a - b| of two buffers of one shape; NaN counts as infinite.
 inline double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
   double most = a.size() == b.size() ? 0 : INFINITY;
@@ -59,29 +67,6 @@ inline double largest_difference(const std::vector<double>& a, const std::vector
     most = std::isnan(difference) ? INFINITY : std::max(most, difference);
   }
   return most;
-}
-
-// The same within rounding: of P and dS, and of the outputs themselves, up to 2^-6 of an output's largest element in bfloat16, 2^-9 in
-// float16. What leaks from a NaN or an infinity is no such difference.
-inline void expect_close(Inputs& a, Inputs& b, const std::string& what) {
-  const double unit = a.problem().dtype == TW_BFLOAT16 ? 0x1p-6 : a.problem().dtype == TW_FLOAT16 ? 0x1p-9 : 0x1p-20;
-  auto left = a.outputs(), right = b.outputs();
-  ASSERT_EQ(left.size(), right.size());
-  for (size_t n = 0; n < left.size(); ++n) {
-    const std::vector<double> values = left[n].buffer->values();
-    double largest = 0;
-    for (const double value : values) largest = std::max(largest, std::abs(value));
-    EXPECT_LE(largest_difference(values, right[n].buffer->values()), unit * largest)
-        << what << ": " << left[n].name << "\n  in \"" << problem_text(a.problem()) << "\"";
-  }
-}
-
-// Rows that compute what a hidden NaN or infinity has touched again, by other sums: right, but not to the bit (docs/adr/0006).
-inline bool computes_again(const std::string& kernel) { return kernel == "forward_sm90" || kernel == "backward_sm90"; }
-
-inline void expect_check(const CheckRequest& request) {
-  const CheckResult result = check(request);
-  EXPECT_TRUE(result.ok || result.refused) << to_text(result);
 }
 
 // A view of dimensions [begin, begin + count) along `dim`.

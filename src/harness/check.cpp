@@ -316,6 +316,7 @@ void check_into(const CheckRequest& request, CheckResult* result) {
   }
   const std::shared_ptr<Truth> truth = truth_of(problem, request);
   const std::unique_ptr<Inputs> inputs = make_inputs(problem, options_of(request));
+  if (request.poison) request.poison(*inputs);
   const Inputs before = *inputs;
   const RunResult first = run(*inputs, request.kernel, request.threads);
   result->status = first.status;
@@ -329,8 +330,7 @@ void check_into(const CheckRequest& request, CheckResult* result) {
   }
   const bool is_reference = first.kernel == "reference";
   if (is_reference && truth->oracle == nullptr) {
-    Inputs wide = before;
-    truth->oracle = std::make_unique<StandardResult>(standard_attention(wide, Arithmetic::kOracle));
+    truth->oracle = std::make_unique<StandardResult>(standard_attention(*make_inputs(problem, options_of(request)), Arithmetic::kOracle));
   }
   const StandardResult& expected = is_reference ? *truth->oracle : truth->reference;
   const StandardResult& condition = is_reference ? *truth->oracle : truth->baseline;
@@ -344,8 +344,7 @@ void check_into(const CheckRequest& request, CheckResult* result) {
     std::string wrong = judge.judge(output.name, *output.buffer, &error);
     if (!wrong.empty() && problem.pass == TW_BACKWARD && !is_reference && half_ulp(problem.dtype) > half_ulp(TW_FLOAT32)) {
       if (truth->given == nullptr) {
-        Inputs as_given = before;
-        truth->given = std::make_unique<StandardResult>(standard_attention(as_given, Arithmetic::kOracle));
+        truth->given = std::make_unique<StandardResult>(standard_attention(*make_inputs(problem, options_of(request)), Arithmetic::kOracle));
       }
       judge.given = truth->given.get();
       wrong = judge.judge(output.name, *output.buffer, &error);

@@ -8,6 +8,7 @@
 // The row "reference" itself is held against standard attention in float64 (standard.h), which shares no code with it.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,7 @@ struct CheckRequest {
   bool float32_o = false;
   bool nan_rows = false;
   bool run_twice = true;
+  std::function<void(Inputs&)> poison = {};  // changes what must not matter in the kernel's inputs; the truth is that of the inputs without
 };
 
 struct OutputError {

@@ -56,7 +56,7 @@ const Case kCases[] = {
 struct ChoiceCase {
   const char* problem;
   const char* row;
-  const char* config;  // a part of it
+  const char* config;  // how it begins
 };
 
 const ChoiceCase kChoiceCases[] = {
@@ -108,38 +108,41 @@ std::vector<KernelRow> available_rows() {
   return rows;
 }
 
+// row, choice: "" for what the plan chooses.
+Status plan_with(const char* problem, const char* row, const char* choice, Plan* plan) {
+  static const std::vector<KernelRow> rows = available_rows();
+  tw_problem p;
+  Target target;
+  target.kernel = row;
+  if (Status status = parse(problem, &p); !status.ok()) return status;
+  if (*choice)
+    if (Status status = parse_choice(choice, &target.choice); !status.ok()) return status;
+  return make_plan(p, target, rows, plan);
+}
+
+int report(bool ok, const std::string& what, const std::string& text) {
+  std::printf("%s %s: %s\n", ok ? "ok  " : "FAIL", what.c_str(), text.c_str());
+  return ok ? 0 : 1;
+}
+
 int run_choices() {
-  const std::vector<KernelRow> rows = available_rows();
   int failed = 0;
   for (const ChoiceCase& c : kChoiceCases) {
-    tw_problem p;
     Plan plan;
-    Status status = parse(c.problem, &p);
-    if (status.ok()) status = make_plan(p, Target(), rows, &plan);
-    const std::string text = status.ok() ? concat(plan.row->name, ": ", plan.config) : status.message();
+    const Status status = plan_with(c.problem, "", "", &plan);
     const bool ok = status.ok() && std::string(plan.row->name) == c.row && plan.config.starts_with(c.config);
-    failed += !ok;
-    std::printf("%s %s: %s\n", ok ? "ok  " : "FAIL", c.problem, text.c_str());
+    failed += report(ok, c.problem, status.ok() ? concat(plan.row->name, ": ", plan.config) : status.message());
   }
   return failed;
 }
 
 int run_cuts() {
-  const std::vector<KernelRow> rows = available_rows();
   int failed = 0;
   for (const CutCase& c : kCutCases) {
-    tw_problem p;
     Plan plan;
-    Target target;
-    target.kernel = c.row;
-    Status status = parse(c.problem, &p);
-    if (status.ok()) status = parse_choice(c.config, &target.choice);
-    if (status.ok()) status = make_plan(p, target, rows, &plan);
-    const std::string text =
-        status.ok() ? concat(plan.block_m, "x", plan.block_n, ", ", plan.num_splits, " splits") : status.message();
-    const bool ok = text.find(c.expected) != std::string::npos;
-    failed += !ok;
-    std::printf("%s %s, %s %s: %s\n", ok ? "ok  " : "FAIL", c.problem, c.row, c.config, text.c_str());
+    const Status status = plan_with(c.problem, c.row, c.config, &plan);
+    const std::string text = status.ok() ? concat(plan.block_m, "x", plan.block_n, ", ", plan.num_splits, " splits") : status.message();
+    failed += report(text.find(c.expected) != std::string::npos, concat(c.problem, ", ", c.row, " ", c.config), text);
   }
   return failed;
 }
@@ -163,8 +166,7 @@ int run() {
       if (Status s2 = row->plan(p, plan.target, &plan); !s2.ok()) text = s2.message();
     }
     const bool ok = *c.reason ? text.find(c.reason) != std::string::npos : text.empty();
-    failed += !ok;
-    std::printf("%s %s: %s\n", ok ? "ok  " : "FAIL", c.problem, text.empty() ? plan.config.c_str() : text.c_str());
+    failed += report(ok, c.problem, text.empty() ? plan.config : text);
   }
   return failed;
 }
