@@ -269,7 +269,7 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
     // head read one after the other is no longer in the cache.
     const int64_t under_way = kernels.head_dim <= 64 ? 264 : 132;
     params.section = static_cast<int32_t>(std::max<int64_t>(2 * under_way / params.num_key_blocks, 2));
-    if (config.knows_order() && params.score.window_right >= 0)
+    if (config.knows_order() && params.score.window_right >= 0 && !p.batch_invariant)  // which heads are the last is the batch's doing
       params.descending = static_cast<int32_t>(std::min<int64_t>(params.section, key_heads / 2));
     params.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
     params.turn = reinterpret_cast<int32_t*>(base + layout.turn);

@@ -101,21 +101,28 @@ TEST(Chunks, AppendEqualsCacheThatHoldsThem) {
 
 // batch_invariant: a sequence alone and within a batch, dense or packed, bit for bit.
 TEST(BatchInvariance, AloneEqualsInTheBatch) {
-  for (const char* tail : {"sq=100 sk=150 d=32 causal batch_invariant", "sq=1 sk=700 d=64 batch_invariant", "sq=5 sk=300 d=64 window=40,0 batch_invariant"})
+  const char* const kProblems[][2] = {{"fwd ", "sq=100 sk=150 d=32 causal"},
+                                      {"fwd ", "sq=1 sk=700 d=64"},
+                                      {"fwd ", "sq=5 sk=300 d=64 window=40,0"},
+                                      {"bwd ", "sq=200 sk=260 d=32 causal deterministic"},
+                                      {"bwd ", "sq=100 sk=260 d=128 deterministic"}};
+  for (const auto& [pass, tail] : kProblems)
     for (const char* dtype : {"f32", "f16", "bf16"}) {
-      const std::string many = std::string("fwd ") + dtype + " b=4 hq=8 hk=2 " + tail, one = std::string("fwd ") + dtype + " b=1 hq=8 hk=2 " + tail;
-      for (const std::string& row : rows_for(many)) {
-        const auto batch = make_inputs(many, {}), alone = make_inputs(one, {});
+      const auto text = [&](const char* batch) { return std::string(pass) + dtype + batch + " hq=8 hk=2 " + tail + " batch_invariant"; };
+      for (const std::string& row : rows_for(text(" b=4"))) {
+        const auto batch = make_inputs(text(" b=4"), {}), alone = make_inputs(text(" b=1"), {});
         run_ok(*batch, row);
         for (int64_t b = 0; b < 4; ++b) {
-          const auto copy = [&](const Buffer& from, Buffer& to) {
-            for (int64_t n = 0; n < to.size(); ++n) to.set(n, from.get(b * to.size() + n));
-          };
-          copy(batch->q, alone->q), copy(batch->k, alone->k), copy(batch->v, alone->v);
+          const auto many = batch->inputs();
+          auto one = alone->inputs();
+          for (size_t k = 0; k < one.size(); ++k)
+            for (int64_t n = 0; n < one[k].buffer->size(); ++n) one[k].buffer->set(n, many[k].buffer->get(b * one[k].buffer->size() + n));
           run_ok(*alone, row);
-          for (int64_t n = 0; n < alone->o.size(); ++n)
-            ASSERT_EQ(alone->o.get(n), batch->o.get(b * alone->o.size() + n)) << row << ", entry " << b << ", element " << n << "\n  in \"" << many << "\"";
-          for (int64_t n = 0; n < alone->lse.size(); ++n) ASSERT_EQ(alone->lse.get(n), batch->lse.get(b * alone->lse.size() + n)) << row << " in \"" << many << "\"";
+          const auto wanted = batch->outputs(), got = alone->outputs();
+          for (size_t k = 0; k < got.size(); ++k)
+            for (int64_t n = 0; n < got[k].buffer->size(); ++n)
+              ASSERT_EQ(got[k].buffer->get(n), wanted[k].buffer->get(b * got[k].buffer->size() + n))
+                  << row << ", entry " << b << ", " << got[k].name << ", element " << n << "\n  in \"" << text(" b=4") << "\"";
         }
       }
     }
