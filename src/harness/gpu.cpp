@@ -60,6 +60,9 @@ GpuMemory::GpuMemory(size_t bytes, int fill) : bytes_(bytes) {
 GpuMemory::~GpuMemory() { cudaFree(data_); }
 void GpuMemory::upload(const void* from) const { must(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice), "copy to the GPU"); }
 void GpuMemory::download(void* to) const { must(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost), "copy from the GPU"); }
+void GpuMemory::copy(const GpuMemory& from) const {
+  must(cudaMemcpyAsync(data_, from.data_, bytes_, cudaMemcpyDeviceToDevice), "copy on the GPU");
+}
 
 namespace {
 
@@ -126,6 +129,7 @@ GpuMemory::GpuMemory(size_t bytes, int) : bytes_(bytes) { no_cuda(); }
 GpuMemory::~GpuMemory() = default;
 void GpuMemory::upload(const void*) const { no_cuda(); }
 void GpuMemory::download(void*) const { no_cuda(); }
+void GpuMemory::copy(const GpuMemory&) const { no_cuda(); }
 GpuPoolMemory::GpuPoolMemory(size_t bytes) : bytes_(bytes) { no_cuda(); }
 GpuPoolMemory::~GpuPoolMemory() = default;
 void GpuPoolMemory::fill(int) const { no_cuda(); }
@@ -183,6 +187,18 @@ void GpuTensors::upload() const {
 }
 void GpuTensors::download() const {
   for (const Copy& copy : copies_) copy.memory.download(copy.begin);
+}
+void GpuTensors::download(const tw_tensor* host) const {
+  for (const Copy& copy : copies_)
+    if (copy.host == host) copy.memory.download(copy.begin);
+}
+
+void GpuTensors::keep() {
+  kept_.clear();
+  for (const Copy& copy : copies_) kept_.emplace_back(copy.memory.size()).copy(copy.memory);
+}
+void GpuTensors::restore() const {
+  for (size_t n = 0; n < kept_.size(); ++n) copies_[n].memory.copy(kept_[n]);
 }
 
 }  // namespace tilewise::harness

@@ -26,6 +26,7 @@ class GpuMemory {
   size_t size() const { return bytes_; }
   void upload(const void* from) const;
   void download(void* to) const;  // waits for what runs
+  void copy(const GpuMemory& from) const;  // of the same size; does not wait
 
  private:
   uint8_t* data_ = nullptr;
@@ -82,6 +83,9 @@ class GpuTensors {
   tw_tensors on_gpu(const tw_tensors& host) const;            // those that were added, there; valid while this object is
   void upload() const;                                        // add() does it once
   void download() const;
+  void download(const tw_tensor* host) const;                 // one of them
+  void keep();           // as they are there now
+  void restore() const;  // as they were when kept; on the default stream, does not wait
 
  private:
   struct Copy {
@@ -91,6 +95,7 @@ class GpuTensors {
     tw_tensor there;
   };
   std::deque<Copy> copies_;  // their addresses stay
+  std::deque<GpuMemory> kept_;
 };
 
 // Runs the plan `times` times, waits, and tells the seconds of one run, as the GPU counts them.
