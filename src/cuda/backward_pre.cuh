@@ -62,6 +62,27 @@ __device__ __forceinline__ uint4 bfloat16_parts(float x) {
   return make_uint4(ptx::pack<ptx::bfloat16>(high, middle), ptx::pack<ptx::bfloat16>(rest - middle, 0.f), 0, 0);
 }
 
+// Sums over the eight lanes of a row, of kRows rows; lane n gets row n % kRows's. While there are several rows, a lane gives half of them to
+// the one beside it.
+template <int kRows>
+__device__ __forceinline__ float sum_rows(float (&x)[kRows], int lane) {
+#pragma unroll
+  for (int mask = 1, left = kRows; mask < kPreLanesPerRow; mask *= 2) {
+    if (left == 1) {
+      x[0] += __shfl_xor_sync(0xffffffffu, x[0], mask);
+      continue;
+    }
+    left /= 2;
+#pragma unroll
+    for (int n = 0; n < left; ++n) {
+      const bool odd = lane & mask;
+      const float kept = odd ? x[2 * n + 1] : x[2 * n], given = odd ? x[2 * n] : x[2 * n + 1];
+      x[n] = kept + __shfl_xor_sync(0xffffffffu, given, mask);
+    }
+  }
+  return x[0];
+}
+
 // The largest finite |x| that this warp's lanes hold goes into *largest.
 __device__ __forceinline__ void keep_largest(uint32_t* largest, float x) {
   uint32_t bits = __float_as_uint(fabsf(x));
@@ -129,17 +150,20 @@ __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsig
   constexpr int kRowStep = kPreThreads / kPreLanesPerRow, kRows = kChunks == 0 ? 1 : 4 / kChunks;  // at a time
 #pragma unroll 1
   for (int first_row = threadIdx.x / kPreLanesPerRow, turn = 0; first_row < kRowPadding; first_row += kRows * kRowStep, ++turn) {
-    float delta[kRows], lse[kRows];
+    // Lane n of the first ones writes what belongs to row n.
+    const int own = first_row + lane % kRows * kRowStep;
+    const bool writes = lane < kRows, own_used = writes && first + own < s.seqlen_q;
+    const float lse = own_used ? lses[(first + own) * p.lse.row] : kMinusInf;
+    const float dlse = own_used && p.dlse ? row_scalars(p.dlse, p.sequence, s, b, h)[(first + own) * p.dlse.row] : 0.f;
+    float delta[kRows];
     uint4 x[kRows][kChunks == 0 ? 1 : kChunks], y[kRows][kChunks == 0 ? 1 : kChunks];
 #pragma unroll
     for (int n = 0; n < kRows; ++n) {
       const int i = first + first_row + n * kRowStep;
       const bool used = i < s.seqlen_q;
-      lse[n] = used && lane == 0 ? lses[i * p.lse.row] : kMinusInf;
       delta[n] = 0.f;
-      if (used && lane == 0 && p.dlse) delta[n] = -row_scalars(p.dlse, p.sequence, s, b, h)[i * p.dlse.row];
       if constexpr (kChunks == 0) {
-        if (used) delta[n] += partial_delta<T>(p, dout + i * p.dout.row, o_base + i * p.o.row, lane);
+        if (used) delta[n] = partial_delta<T>(p, dout + i * p.dout.row, o_base + i * p.o.row, lane);
       } else {
         load_row<kChunks>(x[n], dout + i * p.dout.row, used, lane);
         load_row<kChunks>(y[n], static_cast<const T*>(p.o.data) + o_base + i * p.o.row, used, lane);
@@ -148,29 +172,29 @@ __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsig
     constexpr int kTurns = kRowPadding / (kRows * kRowStep);
     for (int n = threadIdx.x + turn * (zeros / kTurns); n < (turn + 1) * (zeros / kTurns); n += kPreThreads)
       sums[n] = make_float4(0, 0, 0, 0);
+    if constexpr (kChunks != 0) {
 #pragma unroll
-    for (int n = 0; n < kRows; ++n) {
-      if constexpr (kChunks != 0)
+      for (int n = 0; n < kRows; ++n)
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) delta[n] += dot<T>(x[n][c], y[n][c]);
-#pragma unroll
-      for (int mask = 1; mask < kPreLanesPerRow; mask *= 2) delta[n] += __shfl_xor_sync(0xffffffffu, delta[n], mask);
-      const int r = first_row + n * kRowStep, i = first + r;
-      if (p.dbias.sum) {
-        const bool used = i < s.seqlen_q;
-        keep_largest(p.dbias.largest, used ? largest_finite(dout + i * p.dout.row, p.head_dim_v, lane, kPreLanesPerRow) : 0.f);
-        keep_largest(p.dbias.largest + 1, delta[n]);
+    }
+    const float sum = sum_rows(delta, lane) - dlse;
+    if (p.dbias.sum) {
+      for (int n = 0; n < kRows; ++n) {
+        const int i = first + first_row + n * kRowStep;
+        keep_largest(p.dbias.largest, i < s.seqlen_q ? largest_finite(dout + i * p.dout.row, p.head_dim_v, lane, kPreLanesPerRow) : 0.f);
       }
-      if (lane != 0) continue;
-      const bool empty = lse[n] == kMinusInf;
-      p.lse_log2[padded + r] = empty ? -kMinusInf : lse[n] * kLog2E;
-      p.delta[padded + r] = empty ? 0.f : delta[n] * p.delta_scale;
-      if (p.row_columns) {
-        auto* const columns = reinterpret_cast<uint4*>(p.row_columns + (padded + r) / 8 * 256) + r % 8;
-        // 2^100 makes 2^(scale (q k - 2^100)) zero, and stays finite where it meets the zeros of the other operand.
-        columns[0] = bfloat16_parts(empty ? copysignf(0x1p100f, p.inverse_scale) : lse[n] * p.inverse_scale);
-        columns[8] = bfloat16_parts(empty ? 0.f : delta[n]);
-      }
+      keep_largest(p.dbias.largest + 1, writes ? sum : 0.f);
+    }
+    if (!writes) continue;
+    const bool empty = lse == kMinusInf;
+    p.lse_log2[padded + own] = empty ? -kMinusInf : lse * kLog2E;
+    p.delta[padded + own] = empty ? 0.f : sum * p.delta_scale;
+    if (p.row_columns) {
+      auto* const columns = reinterpret_cast<uint4*>(p.row_columns + (padded + own) / 8 * 256) + own % 8;
+      // 2^100 makes 2^(scale (q k - 2^100)) zero, and stays finite where it meets the zeros of the other operand.
+      columns[0] = bfloat16_parts(empty ? copysignf(0x1p100f, p.inverse_scale) : lse * p.inverse_scale);
+      columns[8] = bfloat16_parts(empty ? 0.f : sum);
     }
   }
   if (p.turn) {
