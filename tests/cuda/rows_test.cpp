@@ -234,6 +234,11 @@ std::vector<Check> backward_cases() {
       few(std::string("b=9 hq=2 hk=1 sq=30 sk=200 causal d=") + d + margin), few(std::string("b=9 hq=2 hk=1 sq=130 sk=700 deterministic d=") + d + margin);
       few(std::string("b=2 hq=6 hk=2 sq=700 sk=400 causal deterministic d=") + d + margin);
     }
+    // More key blocks than multiprocessors: dq is written beside the main kernel.
+    for (const char* rest : {"", " causal", " causal deterministic", " seqused_q seqused_k", " causal sink dsink dlse", " window=40,30 dropout=0.2", " alibi=h dalibi bias=f32:hqk dbias"})
+      cases.push_back({std::string("bwd bf16 b=17 hq=4 hk=4 sq=70 sk=200 d=") + d + rest});
+    for (const char* rest : {"", " causal deterministic"})
+      cases.push_back({std::string("bwd f16 b=36 hq=4 hk=2 sq=70 sk=130 packed_q=900 packed_k=1800 d=") + d + rest});
   }
   for (const char* d : {"64", "128", "192", "256"})
     for (const char* rest : {" causal", " window=20,10", " causal softcap=5", " mask=qk", " causal deterministic", " causal dropout=0.3", " window=20,10 dropout=0.5",
