@@ -97,6 +97,20 @@ def backward_faults(_, code):
     return bad
 
 
+def passes_faults(_, code):
+    """Above head dim 128: dK and dV, and dq. In their loops several products are under way, and a wait for some of them comes first."""
+    found, _, text, bad = read(code, "Q, K, V and dO")
+    followers = [(segment[1], after[0]) for segment, after in zip(found, found[1:] + [["end", 0, 0, 0]]) if segment[1]]
+    if not followers or any(products < 4 or not after.startswith(("wait", "fence")) for products, after in followers):
+        bad.append("products are not issued together: " + text)
+    if not any(after in ("wait1", "wait2") for _, after in followers):
+        bad.append("every wait is for all products: " + text)
+    moves = [(segment[3], segment[1]) for segment in found if segment[1] and segment[3] > 4 and 2 * segment[3] > segment[1]]
+    if moves:
+        bad.append("descriptors are moved to uniform registers, (moves, products): %s" % moves)
+    return bad
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", action="store_true", help="print the order of instructions of every kernel")
@@ -111,6 +125,8 @@ def main():
                 check = faults
             elif "backward_sm90_kernel" in name:
                 check = backward_faults
+            elif "backward_sm90_key_kernel" in name or "backward_sm90_query_kernel" in name:
+                check = passes_faults
             else:
                 continue
             checked += 1

@@ -87,7 +87,7 @@ struct Workspace {
     lse_log2 = take(true, rows);
     delta = take(true, rows);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim);
-    ticket = take(p.deterministic, 1);
+    ticket = take(p.deterministic, 2);
     turn = take(p.deterministic, p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.turn_rows()));
     dalibi_parts = take(has(p, TW_HAS_DALIBI), p.batch * p.num_heads_q * key_blocks);
     dbias = take(has(p, TW_HAS_DBIAS), dbias_bytes(p) / 4);

@@ -211,7 +211,7 @@ template <class T, int kChunks>
 __global__ void __launch_bounds__(kPreThreads, kChunks == 0 ? 2 : 4) backward_pre_kernel(const __grid_constant__ BackwardParams p) {
   ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernels();
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.ticket) *p.ticket = 0;
+  if (blockIdx.x == 0 && threadIdx.x < 2 && p.ticket) p.ticket[threadIdx.x] = 0;
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.again) *p.again = {};
   if (blockIdx.x == 0 && p.done)
     for (int n = threadIdx.x; n < p.sequence.num_heads_k * p.sequence.batch; n += kPreThreads) p.done[n] = 0;

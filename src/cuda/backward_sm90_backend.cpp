@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/backward.h"
+#include "cuda/config_backward_sm90_query.h"
 #include "cuda/device.h"
 #include "cuda/fill_params.h"
 #include "cuda/forward.h"
@@ -44,10 +45,22 @@ const Sm90Kernels* find_kernels(const tw_problem& p) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Can a tile hold a pair that does not see each other, or a row that belongs to nobody?
+bool masks(const tw_problem& p) {
+  const Mask mask = mask_of(p);
+  return mask.left >= 0 || mask.right >= 0 || has(p, TW_HAS_BIAS) || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
+         has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
+}
+
 // Does who adds first to a tile of dq store? Always where sums are ordered; else, without options, if few key blocks see a tile.
 bool first_stores(const tw_problem& p, const BackwardSm90Config& config) {
   const int64_t blocks = ceil_div(p.seqlen_k, config.block_n()), see = mask_of(p).right >= 0 ? (blocks + 1) / 2 : blocks;
-  return has(p, TW_HAS_DQ) && (p.deterministic || (config.plain() && see <= config.few_key_blocks()));
+  return has(p, TW_HAS_DQ) && !config.two_passes() && (p.deterministic || (config.plain() && see <= config.few_key_blocks()));
+}
+
+// In two passes sums are ordered only where everything is computed again.
+bool orders_again(const tw_problem& p, const BackwardSm90Config& config) {
+  return config.two_passes() && p.deterministic && has(p, TW_HAS_DQ) && masks(p);
 }
 
 int64_t num_dalibi_parts(const tw_problem& p, const BackwardSm90Config& config) {
@@ -69,22 +82,15 @@ struct Workspace {
     lse_log2 = take(true, rows * 4);
     delta = take(true, rows * 4);
     row_columns = take(config.lse_is_column(), rows * 32);
-    dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);
-    ticket = take(true, 4);
-    turn = take(first_stores(p, config), p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
+    dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);  // in two passes only what computes again, or backward_sm80, needs it
+    ticket = take(true, 8);
+    turn = take(first_stores(p, config) || orders_again(p, config), p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
     again = take(true, sizeof(RunAgain));
-    done = take(has(p, TW_HAS_DQ), p.num_heads_k * p.batch * 4);
+    done = take(has(p, TW_HAS_DQ) && !config.two_passes(), p.num_heads_k * p.batch * 4);
     dalibi_parts = take(has(p, TW_HAS_DALIBI), num_dalibi_parts(p, config) * 4);
     dbias = take(has(p, TW_HAS_DBIAS), dbias_bytes(p));
   }
 };
-
-// Can a tile hold a pair that does not see each other, or a row that belongs to nobody?
-bool masks(const tw_problem& p) {
-  const Mask mask = mask_of(p);
-  return mask.left >= 0 || mask.right >= 0 || has(p, TW_HAS_BIAS) || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
-         has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
-}
 
 // How many multiprocessors the main kernel leaves to post, which reads and writes memory, and on all of them would wait for it: so
 // many that both end together. A row of dq takes one of them as long as all of them take for 3,750 pairs of a query and a key. Not if
@@ -96,6 +102,15 @@ int left_to_post(const Plan& plan, int processors) {
                        : mask.left >= 0 || mask.right >= 0 ? (p.seqlen_k + 1) / 2 : p.seqlen_k;
   const int64_t wanted = std::min<int64_t>((3750 + keys / 2) / keys, 8);
   return plan.num_tasks > processors && p.sm_margin <= 0 && processors >= 4 * wanted ? static_cast<int>(wanted) : 0;
+}
+
+std::string describe(const tw_problem& p, const BackwardSm90Config& c) {
+  constexpr const char* kKindNames[] = {"", "dropout, ", "general, "};
+  const std::string tile = concat("tile ", c.block_m, "x", c.block_n(), "x", c.head_dim, c.split ? ", dK and dV apart, " : ", ", c.stages,
+                                  " stages, ", c.shared_bytes(), " bytes shared");
+  if (!c.two_passes()) return concat(kKindNames[static_cast<int>(c.kind)], tile, p.deterministic ? ", ordered sums" : "");
+  const BackwardQuerySm90Config q{c.element, c.head_dim};
+  return concat("two passes, dq: tile ", q.block_m(), "x", q.block_n, "x", q.head_dim, ", ", q.shared_bytes(), " bytes shared; dk and dv: ", tile);
 }
 
 }  // namespace
@@ -118,15 +133,14 @@ Status plan_backward_sm90(const tw_problem& p, const Target& target, Plan* plan)
     return unsupported("backward_sm90: device ", target.device_index, " is not of compute capability 9.0");
   TW_RETURN_IF_ERROR(plan_backward_sm80(p, target, plan));
   const BackwardSm90Config config = find_kernels(p)->config(p);
-  constexpr const char* kKindNames[] = {"", "dropout, ", "general, "};
-  plan->config = concat(kKindNames[static_cast<int>(config.kind)], "tile ", config.block_m, "x", config.block_n(), "x", config.head_dim,
-                        config.split ? ", dK and dV apart, " : ", ", config.stages, " stages, ", config.shared_bytes(),
-                        " bytes shared", p.deterministic ? ", ordered sums" : "");
+  plan->config = describe(p, config);
   plan->block_m = config.block_m;
   plan->block_n = config.block_n();
   plan->num_splits = 1;
   plan->num_tasks = ceil_div(p.seqlen_k, config.block_n()) * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
   if (plan->num_tasks >= 0x7fff0000) return unsupported("backward_sm90: ", plan->num_tasks, " key blocks, fewer than ", 0x7fff0000);
+  if (config.two_passes() && ceil_div(p.seqlen_q, 128) * p.num_heads_q * (p.batch + (p.q_layout == TW_PACKED)) >= 0x7fff0000)
+    return unsupported("backward_sm90: ", 0x7fff0000, " query blocks or more");
   plan->workspace_bytes = std::max(plan->workspace_bytes, Workspace(p, config).total);  // whichever runs
   return Status();
 }
@@ -171,7 +185,7 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   if (t.dq) backward.dq_sum = reinterpret_cast<float*>(base + layout.dq_sum);
   backward.num_key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, config.block_n()));
   backward.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
-  backward.deterministic = p.deterministic != 0 && t.dq != nullptr;
+  backward.deterministic = p.deterministic != 0 && t.dq != nullptr && !config.two_passes();
   backward.block_m = config.block_m;
   backward.ticket = reinterpret_cast<int32_t*>(base + layout.ticket);
   backward.first_stores = t.dq && first_stores(p, config);
@@ -184,7 +198,7 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   const Element element = element_of(p.dtype);
   params.num_tasks = static_cast<int32_t>(plan.num_tasks);
   const int processors = std::max(1, device_facts(plan.target.device_index).multiprocessors - std::max(p.sm_margin, 0));
-  const int beside = t.dq ? left_to_post(plan, processors) : 0;
+  const int beside = t.dq && !config.two_passes() ? left_to_post(plan, processors) : 0;
   const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors - beside));
   if (beside > 0) backward.done = reinterpret_cast<int32_t*>(base + layout.done);
   // See key_block_of(). Causal: a round and a half; with ordered sums, only where key blocks are not two tiles apart anyway.
@@ -194,6 +208,15 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   else if (!backward.deterministic && backward.score.window_right >= 0 && backward.score.window_left < 0)
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
 
+  if (config.two_passes()) {
+    const BackwardQuerySm90Config query{config.element, config.head_dim};
+    const int64_t row_blocks = ceil_div(p.seqlen_q, query.block_m()), tasks = row_blocks * p.num_heads_q * (p.batch + (p.q_layout == TW_PACKED));
+    params.num_query_tasks = static_cast<int32_t>(tasks);
+    if (backward.score.window_right >= 0 && backward.score.window_left < 0)
+      params.query_section = static_cast<int32_t>(ceil_div(3 * processors, 2 * row_blocks));
+    params.passes_overlap = p.sm_margin <= 0;  // or the second would take the multiprocessors that are to stay free
+  }
+
   if (t.dalibi) {
     backward.dalibi_parts = reinterpret_cast<float*>(base + layout.dalibi_parts);
     backward.dalibi_split = static_cast<uint8_t>(config.kDalibiParts);
@@ -201,20 +224,23 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
       return device_error("dalibi", error);
   }
   if (t.dbias) TW_RETURN_IF_ERROR(begin_dbias(&backward, p, t, base + layout.dbias, stream));
-  if (const int error = launch_backward_pre(backward, element, true, stream); error != 0) return device_error("backward_pre", error);
+  BackwardParams before = backward;
+  if (config.two_passes()) before.dq_sum = nullptr;  // no zeros: what computes again writes its own
+  if (const int error = launch_backward_pre(before, element, true, stream); error != 0) return device_error("backward_pre", error);
   if (t.dbias)
     if (const int error = launch_largest_value(backward, element, stream); error != 0) return device_error("largest value", error);
   const auto launch = config.plain() ? kernels.launch : kernels.launch_options;
-  if (const int error = launch(params, blocks, stream); error != 0) return device_error("backward_sm90", error);
+  if (const int error = launch(params, config.two_passes() ? processors : blocks, stream); error != 0) return device_error("backward_sm90", error);
   const auto post = [&](const BackwardParams& x) {
     const int error = t.dq ? launch_backward_post(x, element, true, stream) : 0;
     return error != 0 ? device_error("backward_post", error) : Status();
   };
   if (beside > 0) TW_RETURN_IF_ERROR(post(backward));
+  if (orders_again(p, config)) backward.deterministic = true, backward.turn = reinterpret_cast<int32_t*>(base + layout.turn);
   if (masks(p)) TW_RETURN_IF_ERROR(run_backward_again(backward, plan, stream));
-  if (beside == 0 || masks(p)) {
+  if (config.two_passes() ? masks(p) : beside == 0 || masks(p)) {
     BackwardParams behind = backward;
-    behind.done = nullptr, behind.only_again = beside > 0;
+    behind.done = nullptr, behind.only_again = config.two_passes() || beside > 0;
     TW_RETURN_IF_ERROR(post(behind));
   }
   if (t.dsink)

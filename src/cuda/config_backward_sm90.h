@@ -16,6 +16,8 @@ struct BackwardSm90Config {
   BackwardKind kind = BackwardKind::kPlain;
 
   TW_HOST_DEVICE constexpr bool plain() const { return kind == BackwardKind::kPlain; }
+  // dK and dV by one kernel, dq by another (config_backward_sm90_query.h), and no sums of dq: these would limit it.
+  TW_HOST_DEVICE constexpr bool two_passes() const { return split && plain(); }
   static constexpr int kConsumers = 2;  // warpgroups
   TW_HOST_DEVICE constexpr int block_n() const { return split ? 64 : 64 * kConsumers; }
   static constexpr int kDoutStages = 2;
@@ -25,7 +27,7 @@ struct BackwardSm90Config {
 
   // Key blocks that see a tile up to which DqSums::kFirst is worth asking for each tile: 8 % faster at d 128, causal 512, and 5 %
   // slower at 4k.
-  TW_HOST_DEVICE constexpr int few_key_blocks() const { return split ? 32 : head_dim <= 64 ? 16 : 5; }
+  TW_HOST_DEVICE constexpr int few_key_blocks() const { return head_dim <= 64 ? 16 : 5; }
 
   // setmaxnreg: 3 x 168 = 72 + 2 x 216. A consumer holds 128 of dK and dV, block_m / 2 of S or dP, and block_m / 4 each of
   // P and dS as operands: 192. The third warpgroup holds 64 x 64 of dQ at a time: 32.

@@ -1,7 +1,11 @@
 // Definition of the sm_90a backward launcher, for backward_sm90_*.cu.
 #pragma once
 #define TW_BACKWARD_SM90_DEFINES_ROWS
+#include <algorithm>
+
 #include "cuda/backward_sm90.cuh"
+#include "cuda/backward_sm90_key.cuh"
+#include "cuda/backward_sm90_query.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/launch_backward_sm90.h"
 
@@ -15,12 +19,39 @@ int start_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* 
 }
 
 template <Element kElement, int kHeadDim>
-int launch_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream) {
+int launch_backward_sm90_sums(const BackwardSm90Params& params, int num_blocks, void* stream) {
   if (params.backward.deterministic)
     return start_backward_sm90<kElement, kHeadDim, DqSums::kOrdered, BackwardKind::kPlain>(params, num_blocks, stream);
   if (params.backward.first_stores)
     return start_backward_sm90<kElement, kHeadDim, DqSums::kFirst, BackwardKind::kPlain>(params, num_blocks, stream);
   return start_backward_sm90<kElement, kHeadDim, DqSums::kAny, BackwardKind::kPlain>(params, num_blocks, stream);
+}
+
+// dq, then dk and dv: the first has the longer tasks. Where `passes_overlap`, the blocks of the second start where those of the first end.
+template <Element kElement, int kHeadDim>
+int launch_backward_sm90_passes(BackwardSm90Params params, int num_blocks, void* stream) {
+  const bool queries = params.backward.dq.data != nullptr, keys = params.backward.dk.data != nullptr || params.backward.dv.data != nullptr;
+  const auto start = [&]<auto kernel>(int tasks, int threads, int bytes, Start how) {
+    return launch<kernel>(params, std::min(num_blocks, tasks), threads, bytes, static_cast<cudaStream_t>(stream), how);
+  };
+  if (queries) {
+    constexpr BackwardQuerySm90Config C{kElement, kHeadDim};
+    const int error = start.template operator()<backward_sm90_query_kernel<kElement, kHeadDim>>(params.num_query_tasks, C.num_threads(),
+                                                                                                C.shared_bytes(), Start::kEarly);
+    if (error != 0 || !keys) return error;
+  }
+  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain);
+  params.second_pass = queries && params.passes_overlap;
+  return start.template operator()<backward_sm90_key_kernel<kElement, kHeadDim>>(
+      params.num_tasks, C.num_threads(), C.shared_bytes(), queries && !params.passes_overlap ? Start::kInOrder : Start::kEarly);
+}
+
+template <Element kElement, int kHeadDim>
+int launch_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream) {
+  if constexpr (backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain).two_passes())
+    return launch_backward_sm90_passes<kElement, kHeadDim>(params, num_blocks, stream);
+  else
+    return launch_backward_sm90_sums<kElement, kHeadDim>(params, num_blocks, stream);
 }
 
 template <Element kElement, int kHeadDim>

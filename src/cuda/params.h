@@ -141,7 +141,7 @@ struct BackwardParams {
   int32_t descending;  // sm_80, causal: of so many heads at the end the first keys come first, see backward_sm80_task()
   bool first_stores;  // sm_90a: who adds first to a tile stores, and sums to which nobody adds are never written
   uint8_t dalibi_split;  // parts of dalibi a key block and head
-  int32_t* ticket;  // [1]
+  int32_t* ticket;  // [2]: of key blocks; of query blocks, where another pass makes dq
   int32_t* turn;    // [head, batch, query block, turns_per_block]: who has added, see DqSums
   int32_t turns_per_block, block_m;
   // sm_90a: lse / scale and delta as columns of a product, [head, padded row / 8, {lse, delta}, row % 8, 8 bfloat16 of

@@ -20,6 +20,7 @@ const char* const kProblems[] = {
     "bwd bf16 cuda b=9 hq=8 hk=4 sq=300 sk=700 d=128 deterministic",
     "bwd bf16 cuda b=6 hq=8 sq=500 d=64 causal deterministic",
     "bwd bf16 cuda b=2 hq=8 sq=700 d=128 causal dropout=0.1 seed=3 deterministic",
+    "bwd bf16 cuda b=9 hq=8 hk=4 sq=700 sk=500 d=256 causal deterministic",  // two passes, each with more tasks than multiprocessors
 };
 
 int run(int repeats, const std::string& shard) {

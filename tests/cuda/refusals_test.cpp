@@ -63,6 +63,7 @@ const ChoiceCase kChoiceCases[] = {
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 causal", "backward_sm90", "tile 64x128x128"},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 dropout=0.1", "backward_sm90", "dropout, tile 64x128x128"},
     {"bwd f16 cuda b=2 hq=8 hk=2 sq=2048 d=64 dropout=0.1 rng_state causal deterministic", "backward_sm90", "dropout, tile 128x128x64"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=256 causal deterministic", "backward_sm90", "two passes, dq: tile 128x64x256"},
     {"bwd f16 cuda b=2 hq=8 sq=2048 d=192 dv=128 dropout=0.1 window=100,0", "backward_sm90", "dropout, tile 64x64x256"},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=96 softcap=20 causal", "backward_sm90", "general, tile 64x128x128"},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=256 softcap=20 alibi=bh bias=f32:hqk dropout=0.1", "backward_sm90", "general, tile 64x64x256"},
