@@ -14,10 +14,11 @@
 // a step behind, so nobody waits for anybody at once, and the tensor cores have three warpgroups to choose from. lse and delta
 // come as columns of the products, three bfloat16 each, times -1: read one by one they would wait behind the tensor cores'
 // own reads of shared memory. Queries of the next key block are loaded while this one ends, its keys as soon as this one's
-// have been used for the last time. docs/kernels/backward_sm90.md has the timeline.
+// have been used for the last time. In some kernels a fourth warpgroup loads, hands out key blocks and minds the turns of ordered sums
+// (backward_sm90_helpers.cuh). docs/kernels/backward_sm90.md has the timeline.
 #pragma once
 #include "cuda/backward_pre.cuh"
-#include "cuda/backward_sm90_producer.cuh"
+#include "cuda/backward_sm90_helpers.cuh"
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tile/options_sm90.cuh"
@@ -39,10 +40,15 @@ struct QueryGradientSm90 {
   const LoaderSm90<C, kSums> loader;
   const int warp, lane;
 
-  __device__ __forceinline__ void issue(float (&dq)[kDQ], int n, int slot, int part) const {
+  // dS and K of a part, as descriptors.
+  __device__ __forceinline__ uint32_t ds_of(int slot, int part) const {
+    return ptx::descriptor(shared.ds(slot) + part / kPerRow * Keys::kPanelBytes);
+  }
+  __device__ __forceinline__ uint32_t k_of(int n, int part) const {
     const int column = part % kPerRow * kDqColumns;
-    const uint32_t a = ptx::descriptor(shared.ds(slot) + part / kPerRow * Keys::kPanelBytes);
-    const uint32_t b = ptx::descriptor(shared.k(n) + column / 64 * Keys::kPanelBytes + column % 64 * 2);
+    return ptx::descriptor(shared.k(n) + column / 64 * Keys::kPanelBytes + column % 64 * 2);
+  }
+  __device__ __forceinline__ void issue(float (&dq)[kDQ], uint32_t a, uint32_t b) const {
     ptx::wgmma_pin(dq);
     ptx::wgmma_fence();
 #pragma unroll
@@ -51,6 +57,63 @@ struct QueryGradientSm90 {
     ptx::wgmma_commit();
   }
 
+  // A part of a tile's sums. Who adds first to a tile stores: nobody has to write zeros, or to read them.
+  __device__ __forceinline__ void add(float* sum, int part, bool first, const float (&dq)[kDQ]) const {
+    float* const out = sum + part / kPerRow * 64 * C.head_dim + part % kPerRow * kDqColumns * 16;
+    if (kSums != DqSums::kAny && first) {
+#pragma unroll
+      for (int i = 0; i < kDQ / 4; ++i)
+        *reinterpret_cast<float4*>(out + i * 128) = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kDQ / 4; ++i) ptx::add_global(out + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  // With helpers: products and sums of the tiles, and nothing else.
+  __device__ __forceinline__ void run_beside_helpers() const {
+    const KeyBlocksSm90<C>& blocks = loader.blocks;
+    const uint32_t own = warp * 16 * C.head_dim + lane * 4;  // in a tile's sum
+    uint32_t step = 0;
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+      const KeyBlock& block = blocks.wait(n);
+      if (uniform(block.b) < 0) break;
+      int left = num_steps(block);
+      ptx::mbarrier_wait(shared.k_full(n), n >> 1 & 1);
+#pragma unroll 1
+      for (; left > 0; --left, ++step) {
+        ptx::mbarrier_wait(shared.ds_full(step & 1), step >> 1 & 1);
+        __syncwarp();
+        add_tile(n, uniform(step), own);
+      }
+      if constexpr (kSums == DqSums::kAny) arrive(shared.sums(n));
+      blocks.release(n, lane);
+    }
+  }
+  __device__ __forceinline__ void add_tile(int n, uint32_t step, uint32_t own) const {
+    const int slot = static_cast<int>(step & 1);
+    const uint32_t ds = ds_of(slot, 0), k = k_of(n, 0), panel = Keys::kPanelBytes >> 4;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float dq[kDQ];
+      issue(dq, ds + part / kPerRow * panel, k + part % kPerRow * kDqColumns / 64 * panel);
+      if (part == 0 && kSums != DqSums::kAny) ptx::mbarrier_wait(shared.turn(step), step >> 1 & 1);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(dq);
+      if (part == kParts - 1 && lane == 0) ptx::mbarrier_arrive(shared.ds_empty(slot));
+      // Read here, and once a part: beside the products, where reads wait for theirs, or before them it is 2 to 3 % slower.
+      const DqTarget& target = loader.target(step);
+      if (p.backward.dq_sum != nullptr) add(target.sum + own, part, target.turn == 0, dq);
+    }
+    if constexpr (kSums != DqSums::kAny) arrive(shared.sums(step));
+  }
+  __device__ __forceinline__ void arrive(uint32_t barrier) const {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // Without: these warps pass turns, too, and one hands out the key blocks, one loads tiles.
   static constexpr bool kOrdered = kSums == DqSums::kOrdered;
   static constexpr int kClaimed = 1, kStored = 2, kAllStored = kClaimed + 4 * kStored;
   __device__ __forceinline__ int* counter(uint32_t step) const {
@@ -69,7 +132,7 @@ struct QueryGradientSm90 {
     return kSums == DqSums::kFirst && threadIdx.x == 0 ? atomicOr(counter(step), kClaimed) : 0;
   }
 
-  // Products and sums of one tile of key block n. Who adds first to a tile stores: nobody has to write zeros, or to read them.
+  // Products and sums of one tile of key block n.
   // `owes`: the turn of the tile before has not been passed. It is, behind this tile's products: sums take a microsecond to
   // arrive, and who waited for that first would be slower than the consumers. The turn is asked for before, and the answer is
   // there after. No value is read that another key block wrote, only added to in the second-level cache, so a relaxed load that
@@ -83,7 +146,7 @@ struct QueryGradientSm90 {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float dq[kDQ];
-      issue(dq, n, slot, part);
+      issue(dq, ds_of(slot, part), k_of(n, part));
       if (part == 0 && kSums != DqSums::kAny) {
         if (owes) pass_turn(step - 1);
         if constexpr (kOrdered) {
@@ -103,16 +166,7 @@ struct QueryGradientSm90 {
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dq);
       if (part == kParts - 1 && lane == 0) ptx::mbarrier_arrive(shared.ds_empty(slot));
-      if (p.backward.dq_sum == nullptr) continue;
-      float* const out = sum + part / kPerRow * 64 * C.head_dim + part % kPerRow * kDqColumns * 16;
-      if (kSums != DqSums::kAny && target.turn == 0) {
-#pragma unroll
-        for (int i = 0; i < kDQ / 4; ++i)
-          *reinterpret_cast<float4*>(out + i * 128) = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < kDQ / 4; ++i) ptx::add_global(out + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      if (p.backward.dq_sum != nullptr) add(sum, part, target.turn == 0, dq);
     }
     return kOrdered || (kSums == DqSums::kFirst && target.turn == 0);
   }
@@ -474,9 +528,9 @@ struct SplitKeySm90 : PointwiseSm90<C> {
 // Grid: one block a multiprocessor, or fewer. Tasks: key block inside key head inside batch entry (one more when keys are
 // packed); under causal masks the key blocks with the most queries come first, unless sums are ordered.
 template <Element kElement, int kHeadDim, DqSums kSums, BackwardKind kKind>
-__global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind).num_threads(), 1)
+__global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind, kSums).num_threads(), 1)
     backward_sm90_kernel(const __grid_constant__ BackwardSm90Params p) {
-  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, kKind);
+  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, kKind, kSums);
   static_assert(C.valid());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedBackwardSm90<C> shared{ptx::shared_address(memory)};
@@ -498,9 +552,17 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind
       ptx::mbarrier_init(shared.ds_full(n), C.split ? 4 : 4 * C.kConsumers);
       ptx::mbarrier_init(shared.ds_empty(n), 4);
       ptx::mbarrier_init(shared.block_full(n), 1);
-      ptx::mbarrier_init(shared.block_empty(n), 4 * (C.kConsumers + 1));
+      ptx::mbarrier_init(shared.block_empty(n), 4 * (C.kConsumers + 1) + C.helpers);
       LoadState& s = loader.state(n);
       s.block = -1, s.left = s.stage = s.loaded = 0, s.parity = 1;
+    }
+    if constexpr (C.helpers) {
+      ptx::mbarrier_init(shared.wanted(), 1);
+      for (int n = 0; n < 2; ++n) {
+        ptx::mbarrier_init(shared.turn(n), 2);
+        ptx::mbarrier_init(shared.sums(n), 4);
+      }
+      for (int n = 0; n < C.kTargets; ++n) ptx::mbarrier_init(shared.target_full(n), 1);
     }
     ptx::mbarrier_init(shared.weights_full(), 4);
     ptx::mbarrier_init(shared.weights_empty(), 4);
@@ -530,10 +592,17 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind
 
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (warpgroup == 0) {
-    ptx::give_registers<C.kDqRegisters>();
-    QueryGradientSm90<C, kSums>{p, shared, loader, warp, lane}.run();
+    ptx::give_registers<C.dq_registers()>();
+    const QueryGradientSm90<C, kSums> gradient{p, shared, loader, warp, lane};
+    if constexpr (C.helpers)
+      gradient.run_beside_helpers();
+    else
+      gradient.run();
+  } else if (C.helpers && warpgroup == 3) {
+    ptx::give_registers<C.kHelperRegisters>();
+    HelpersSm90<C, kSums>{p, shared, loader, lane}.run(warp);
   } else {
-    ptx::take_registers<C.kConsumerRegisters>();
+    ptx::take_registers<C.consumer_registers()>();
     PointwiseSm90<C> base{p, shared, nullptr, warpgroup - 1, warp, lane};
     if constexpr (!C.split) {
       KeyGradientSm90<C>{base}.run(loader);

@@ -23,7 +23,9 @@ struct Sm90Kernels {  // what one line of kernels.def compiles
   int (*launch)(const BackwardSm90Params&, int, void*);
   int (*launch_options)(const BackwardSm90Params&, int, void*);
 
-  BackwardSm90Config config(const tw_problem& p) const { return backward_sm90_config(element, head_dim, backward_kind(p)); }
+  BackwardSm90Config config(const tw_problem& p) const {  // kFirst has that of kAny
+    return backward_sm90_config(element, head_dim, backward_kind(p), p.deterministic && has(p, TW_HAS_DQ) ? DqSums::kOrdered : DqSums::kAny);
+  }
 };
 
 constexpr Sm90Kernels kKernels[] = {
@@ -33,7 +35,7 @@ constexpr Sm90Kernels kKernels[] = {
 
 // What runs again behind these kernels has as many parts of dalibi: see run_backward_again().
 #define TW_BACKWARD_SM90(E, D) \
-  static_assert(conditional_config(Element::E, D).block_n() == backward_sm90_config(Element::E, D, BackwardKind::kGeneral).block_n());
+  static_assert(conditional_config(Element::E, D).block_n() == backward_sm90_config(Element::E, D, BackwardKind::kGeneral, DqSums::kAny).block_n());
 #include "cuda/kernels.def"
 
 const Sm90Kernels* find_kernels(const tw_problem& p) {
@@ -84,7 +86,8 @@ struct Workspace {
     row_columns = take(config.lse_is_column(), rows * 32);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);  // in two passes only what computes again, or backward_sm80, needs it
     ticket = take(true, 8);
-    turn = take(first_stores(p, config) || orders_again(p, config), p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
+    const int64_t turns = p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * config.turns_per_block();
+    turn = take(first_stores(p, config) || orders_again(p, config), turns * 4);
     again = take(true, sizeof(RunAgain));
     done = take(has(p, TW_HAS_DQ) && !config.two_passes(), p.num_heads_k * p.batch * 4);
     dalibi_parts = take(has(p, TW_HAS_DALIBI), num_dalibi_parts(p, config) * 4);
@@ -111,6 +114,17 @@ std::string describe(const tw_problem& p, const BackwardSm90Config& c) {
   if (!c.two_passes()) return concat(kKindNames[static_cast<int>(c.kind)], tile, p.deterministic ? ", ordered sums" : "");
   const BackwardQuerySm90Config q{c.element, c.head_dim};
   return concat("two passes, dq: tile ", q.block_m(), "x", q.block_n, "x", q.head_dim, ", ", q.shared_bytes(), " bytes shared; dk and dv: ", tile);
+}
+
+// How many heads take turns where sums are ordered; 0: one head after the other.
+int heads_in_turns(const BackwardParams& p, const BackwardSm90Config& config, int blocks) {
+  const bool apart = config.block_n() >= 2 * config.block_m, ends = p.score.window_right >= 0;
+  // So many that each block under way has two tiles of its head for itself. Key blocks that are two tiles long are so far apart anyway.
+  if (!config.helpers || !apart) return apart && ends ? 0 : std::max(2 * blocks / p.num_query_blocks, 1);
+  // With helpers, d 128: four key blocks of a head at a time, 1 to 5 % faster than twice as many (two: 5 % slower). Causal two rounds of
+  // tickets from 2k on, 1 % faster than none, as the longest key blocks are a section's last.
+  if (!ends) return std::max(blocks / 4, 1);
+  return p.num_key_blocks < 16 ? 0 : std::max(2 * blocks / p.num_key_blocks, 1);
 }
 
 }  // namespace
@@ -191,7 +205,7 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   backward.first_stores = t.dq && first_stores(p, config);
   if (backward.first_stores) {
     backward.turn = reinterpret_cast<int32_t*>(base + layout.turn);
-    backward.turns_per_block = 4;
+    backward.turns_per_block = config.turns_per_block();
   }
   if (masks(p)) backward.again = reinterpret_cast<RunAgain*>(base + layout.again);
 
@@ -201,11 +215,10 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   const int beside = t.dq && !config.two_passes() ? left_to_post(plan, processors) : 0;
   const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tasks, processors - beside));
   if (beside > 0) backward.done = reinterpret_cast<int32_t*>(base + layout.done);
-  // See key_block_of(). Causal: a round and a half; with ordered sums, only where key blocks are not two tiles apart anyway.
-  const bool apart = backward.score.window_right >= 0 && config.block_n() >= 2 * config.block_m;
-  if (backward.deterministic && !apart)
-    params.section = std::clamp(2 * blocks / backward.num_query_blocks, 1, params.num_tasks / backward.num_key_blocks);
-  else if (!backward.deterministic && backward.score.window_right >= 0 && backward.score.window_left < 0)
+  // See find_key_block(). Causal: a round and a half of tickets. Ordered sums: see heads_in_turns().
+  if (backward.deterministic)
+    params.section = std::min(heads_in_turns(backward, config, blocks), params.num_tasks / backward.num_key_blocks);
+  else if (backward.score.window_right >= 0 && backward.score.window_left < 0)
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
 
   if (config.two_passes()) {

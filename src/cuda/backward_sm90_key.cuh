@@ -313,9 +313,9 @@ struct KeyPassKeySm90 : KeyConsumerSm90<C> {
 
 // Grid and tasks: see backward_sm90_kernel.
 template <Element kElement, int kHeadDim>
-__global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain).num_threads(), 1)
+__global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain, DqSums::kAny).num_threads(), 1)
     backward_sm90_key_kernel(const __grid_constant__ BackwardSm90Params p) {
-  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain);
+  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain, DqSums::kAny);
   static_assert(C.valid() && C.two_passes());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedKeySm90<C> shared{ptx::shared_address(memory)};

@@ -36,14 +36,6 @@ struct alignas(16) DqTarget {
   int32_t turn;      // how many key blocks must have added before; if the order does not matter, 0: this one is the first
 };
 
-// How key blocks add to the sums of dq: a kernel each, since to decide it while running costs 1 to 3 %. Where the first stores,
-// nobody writes zeros and nobody reads them, and the others wait for that. Counters: BackwardParams::turn.
-enum class DqSums {
-  kAny,     // to zeros that pre has written
-  kFirst,   // The first stores. A tile's counter says whether anybody has claimed it, and how many warps of his have stored.
-  kOrdered  // In the order of the key blocks, and the first stores. Counters a warp, of the key blocks that have added.
-};
-
 // ---- key blocks -----------------------------------------------------------------------------------------------------
 
 // Key block n of this block of threads, and the one after it: a ring of two. One warp publishes, all wait and release.
@@ -77,22 +69,26 @@ struct KeyBlocksSm90 {
   // query sees get their zeros here.
   __device__ __forceinline__ void publish(int n, int ticket, int lane) const {
     ptx::mbarrier_wait(shared.block_empty(n & 1), (n >> 1 & 1) ^ 1);
-    KeyBlock next = {};
+    KeyBlock registers = {};
+    KeyBlock& next = C.helpers ? at(n) : registers;
     for (;; ticket = take_ticket(lane)) {
       ticket = uniform(ticket);
-      next.b = -1;
-      if (ticket >= p.num_tasks) break;
-      next = key_block_of<C.block_m, C.block_n()>(p.backward, static_cast<unsigned>(ticket), p.section);
-      if (uniform(next.num_tiles) > 0) break;
+      const bool exists = ticket < p.num_tasks;
+      if (!C.helpers || lane == 0) {
+        next.b = -1;
+        if (exists) find_key_block<C.block_m, C.block_n(), C.helpers>(next, p.backward, static_cast<unsigned>(ticket), p.section);
+      }
+      if (C.helpers) __syncwarp();
+      if (!exists || uniform(next.num_tiles) > 0) break;
       if (lane == 0) count_done(next);
       using T = typename ElementType<C.element>::Type;
       if (uniform(next.b) >= p.backward.sequence.batch)
         zero_key_tail<T>(p.backward, next.head_k, next.index, C.block_n(), 0, 1);
       else
-        zero_keys<T>(p.backward, next, C.block_n(), lane, p.dk_aligned, p.dv_aligned);
+        zero_keys<T, C.helpers ? 1 : 4>(p.backward, next, C.block_n(), lane, p.dk_aligned, p.dv_aligned);
     }
     if (lane == 0) {
-      at(n) = next;
+      if (!C.helpers) at(n) = next;
       ptx::mbarrier_arrive(shared.block_full(n & 1));
     }
     __syncwarp();
@@ -126,7 +122,7 @@ struct RingPosition {
 
 // ---- loads ----------------------------------------------------------------------------------------------------------
 
-// Of a warp that loads tiles. In shared memory: its warpgroup is short of registers.
+// Of a warp that loads tiles beside something else. In shared memory: its warpgroup is short of registers.
 struct LoadState {
   TileWalk at;
   int block, left;  // the key block, and its tiles that are not loaded yet
@@ -179,6 +175,33 @@ struct LoaderSm90 {
     __syncwarp();
   }
 
+  // The first row of a tile in the sums and columns.
+  __device__ __forceinline__ static int64_t padded_row_of(const KeyBlock& block, const TileWalk& at) {
+    return at.head * block.padded_rows + at.tile * C.block_m;
+  }
+  __device__ __forceinline__ void set_target(DqTarget& to, const KeyBlock& block, const TileWalk& at) const {
+    const BackwardParams& b = p.backward;
+    to.sum = block.dq_sum + padded_row_of(block, at) * C.head_dim;
+    if constexpr (kSums != DqSums::kAny)
+      to.counters = ((at.head * b.sequence.batch + block.b) * b.num_query_blocks + at.tile) * C.turns_per_block();
+    if constexpr (kSums == DqSums::kOrdered) to.turn = turn_of<C.block_m, C.block_n()>(b, block, at.tile);
+  }
+
+  // Q, lse and delta of a tile. By one lane. dO ends in the same barrier, unless it has its own (split).
+  __device__ __forceinline__ void load_queries(const KeyBlock& block, const TileWalk& at, int stage, int row, int batch) const {
+    const BackwardParams& b = p.backward;
+    const int64_t padded = padded_row_of(block, at);
+    const uint32_t full = shared.full(stage);
+    ptx::mbarrier_arrive_expect(full, (C.split ? 1 : 2) * C.q_bytes() + C.row_bytes());
+    load_box(shared.q(stage), p.q, full, C.block_m, row, at.head, batch, p.qk_loads);
+    [[maybe_unused]] const int64_t first = (block.row_columns - b.row_columns) / 32 + padded;
+    if constexpr (C.lse_is_column())
+      ptx::bulk_load(shared.rows(stage), block.row_columns + padded * 32, C.lse_bytes(), full);
+    else
+      ptx::bulk_load(shared.rows(stage), b.lse_log2 + first, C.lse_bytes(), full);
+    if constexpr (!C.plain()) ptx::bulk_load(shared.rows(stage) + C.delta_offset(), b.delta + first, C.block_m * 4, full);
+  }
+
   // The next tile of Q with lse and delta (kQ), or of dO if that has barriers of its own (split), if fewer than `limit` have
   // been loaded and it belongs to key block `present` or, if `ahead`, the one after it. `sure`: so it is.
   template <bool kQ>
@@ -202,28 +225,14 @@ struct LoaderSm90 {
     if (lane == 0) {
       LoadState s = kept;
       const KeyBlock& block = blocks.at(s.block);
-      const BackwardParams& b = p.backward;
-      const int64_t padded = s.at.head * block.padded_rows + s.at.tile * C.block_m;
-      const int row = static_cast<int>(block.s.q_begin) + s.at.tile * C.block_m, batch = b.sequence.packed_q ? 0 : block.b;
-      const uint32_t full = kQ ? shared.full(stage) : shared.dout_full(stage);
+      const int row = static_cast<int>(block.s.q_begin) + s.at.tile * C.block_m, batch = p.backward.sequence.packed_q ? 0 : block.b;
       if constexpr (kQ) {
-        DqTarget& to = target(s.loaded);
-        to.sum = block.dq_sum + padded * C.head_dim;
-        if constexpr (kSums != DqSums::kAny)
-          to.counters = ((s.at.head * b.sequence.batch + block.b) * b.num_query_blocks + s.at.tile) * 4;
-        if constexpr (kSums == DqSums::kOrdered) to.turn = turn_of<C.block_m, C.block_n()>(b, block, s.at.tile);
-      }
-      ptx::mbarrier_arrive_expect(full, (C.split ? 1 : 2) * C.q_bytes() + (kQ ? C.row_bytes() : 0));
-      if constexpr (kQ) {
-        load_box(shared.q(stage), p.q, full, C.block_m, row, s.at.head, batch, p.qk_loads);
-        [[maybe_unused]] const int64_t at = (block.row_columns - b.row_columns) / 32 + padded;
-        if constexpr (C.lse_is_column())
-          ptx::bulk_load(shared.rows(stage), block.row_columns + padded * 32, C.lse_bytes(), full);
-        else
-          ptx::bulk_load(shared.rows(stage), b.lse_log2 + at, C.lse_bytes(), full);
-        if constexpr (!C.plain()) ptx::bulk_load(shared.rows(stage) + C.delta_offset(), b.delta + at, C.block_m * 4, full);
+        set_target(target(s.loaded), block, s.at);
+        load_queries(block, s.at, stage, row, batch);
         if (!C.split) s.row = row, s.head = s.at.head, s.batch = batch;
       } else {
+        const uint32_t full = shared.dout_full(stage);
+        ptx::mbarrier_arrive_expect(full, C.q_bytes());
         load_box(shared.dout(s.loaded), p.dout, full, C.block_m, row, s.at.head, batch, p.v_loads);
       }
       s.at.advance(block);

@@ -7,6 +7,14 @@
 
 namespace tilewise::cuda {
 
+// How key blocks add to the sums of dq: a kernel each, since to decide it while running costs 1 to 3 %. Where the first stores,
+// nobody writes zeros and nobody reads them, and the others wait for that. Counters: BackwardParams::turn.
+enum class DqSums {
+  kAny,     // to zeros that pre has written
+  kFirst,   // The first stores. A tile's counter says whether anybody has claimed it, and (without helpers: how many warps of) he has stored.
+  kOrdered  // In the order of the key blocks, and the first stores. Counters of the key blocks that have added; without helpers one a warp.
+};
+
 struct BackwardSm90Config {
   Element element;
   int head_dim;    // of q, k and v, rounded up; columns beyond the real ones are zeros
@@ -14,6 +22,8 @@ struct BackwardSm90Config {
   int stages;      // of Q; lse and delta
   bool split;      // one warpgroup has dV, the other dK, of the same 64 keys. Else: each has both, of 64 keys of its own
   BackwardKind kind = BackwardKind::kPlain;
+  // A fourth warpgroup loads, hands out key blocks and minds the turns (backward_sm90_helpers.cuh). Else consumers and dQ's warps do it.
+  bool helpers = false;
 
   TW_HOST_DEVICE constexpr bool plain() const { return kind == BackwardKind::kPlain; }
   // dK and dV by one kernel, dq by another (config_backward_sm90_query.h), and no sums of dq: these would limit it.
@@ -23,15 +33,19 @@ struct BackwardSm90Config {
   static constexpr int kDoutStages = 2;
   TW_HOST_DEVICE constexpr int k_slots() const { return split ? 1 : 2; }  // the next key block's arrives while this one ends
   TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }
-  TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (kConsumers + 1); }
+  TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (kConsumers + 1 + helpers); }
+  TW_HOST_DEVICE constexpr int turns_per_block() const { return helpers ? 1 : 4; }  // counters of a tile, see DqSums
 
   // Key blocks that see a tile up to which DqSums::kFirst is worth asking for each tile: 8 % faster at d 128, causal 512, and 5 %
   // slower at 4k.
   TW_HOST_DEVICE constexpr int few_key_blocks() const { return head_dim <= 64 ? 16 : 5; }
 
-  // setmaxnreg: 3 x 168 = 72 + 2 x 216. A consumer holds 128 of dK and dV, block_m / 2 of S or dP, and block_m / 4 each of
-  // P and dS as operands: 192. The third warpgroup holds 64 x 64 of dQ at a time: 32.
-  static constexpr int kConsumerRegisters = 216, kDqRegisters = 72;
+  // setmaxnreg: 3 x 168 = 2 x 216 + 72, with helpers 4 x 128 = 2 x 208 + 64 + 32. A consumer holds 128 of dK and dV, block_m / 2 of S or
+  // dP, and block_m / 4 each of P and dS as operands: 192. The third warpgroup holds 64 x 64 of dQ at a time: 32, and as the compiler puts
+  // products behind the first 24 registers and keeps two more, 56 would not do.
+  TW_HOST_DEVICE constexpr int consumer_registers() const { return helpers ? 208 : 216; }
+  TW_HOST_DEVICE constexpr int dq_registers() const { return helpers ? 64 : 72; }
+  static constexpr int kHelperRegisters = 32;
 
   // Shared memory, in bytes. Every panel starts at a multiple of 1024, the period of the 128-byte swizzle.
   TW_HOST_DEVICE constexpr int k_bytes() const { return block_n() * head_dim * 2; }
@@ -43,7 +57,8 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int lse_bytes() const { return block_m * (lse_is_column() ? 32 : 4); }  // in columns with delta
   TW_HOST_DEVICE constexpr int row_bytes() const { return lse_bytes() + (plain() ? 0 : block_m * 4); }
   TW_HOST_DEVICE constexpr int delta_offset() const { return lse_bytes(); }
-  static constexpr int kTargets = 8;  // a tile's is needed until the turn behind the next one, and loads are up to four ahead
+  // A tile's is needed until its turn has been passed, when dQ is one tile ahead (with helpers two), and loads four more.
+  static constexpr int kTargets = 8;
   static constexpr int kLoadBytes = 48;  // of a LoadState, of which there are two
   static constexpr int kBlockBytes = 128;  // of a KeyBlock; there are the present one and the next
 
@@ -54,7 +69,7 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int p_offset() const { return ds_offset() + 2 * ds_bytes(); }
   TW_HOST_DEVICE constexpr int rows_offset() const { return p_offset() + p_bytes(); }
   TW_HOST_DEVICE constexpr int barrier_offset() const { return rows_offset() + stages * row_bytes(); }
-  TW_HOST_DEVICE constexpr int num_barriers() const { return 13 + 4 * stages; }
+  TW_HOST_DEVICE constexpr int num_barriers() const { return 13 + 4 * stages + (helpers ? 5 + kTargets : 0); }
   TW_HOST_DEVICE constexpr int target_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   TW_HOST_DEVICE constexpr int load_offset() const { return target_offset() + 16 * kTargets; }
   TW_HOST_DEVICE constexpr int count_offset() const { return load_offset() + 2 * kLoadBytes; }  // of warps that have left V
@@ -80,9 +95,11 @@ struct BackwardSm90Config {
   }
 };
 
-TW_HOST_DEVICE constexpr BackwardSm90Config backward_sm90_config(Element element, int head_dim, BackwardKind kind) {
-  if (head_dim <= 64) return {element, 64, 128, 3, false, kind};
-  if (head_dim <= 128) return {element, 128, 64, 3, false, kind};
+// With helpers d 128 is 4 to 12 % faster, and d 64 where sums are ordered; d 64 is up to 3 % slower else, and the general kernel at d 128 4 %.
+TW_HOST_DEVICE constexpr BackwardSm90Config backward_sm90_config(Element element, int head_dim, BackwardKind kind, DqSums sums) {
+  const bool plain = kind == BackwardKind::kPlain;
+  if (head_dim <= 64) return {element, 64, 128, 3, false, kind, plain && sums == DqSums::kOrdered};
+  if (head_dim <= 128) return {element, 128, 64, 3, false, kind, plain};
   return {element, 256, 64, 2, true, kind};
 }
 

@@ -13,7 +13,7 @@ namespace tilewise::cuda {
 
 template <Element kElement, int kHeadDim, DqSums kSums, BackwardKind kKind>
 int start_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream) {
-  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, kKind);
+  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, kKind, kSums);
   return launch<backward_sm90_kernel<kElement, kHeadDim, kSums, kKind>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
                                                                         static_cast<cudaStream_t>(stream), Start::kEarly);
 }
@@ -40,7 +40,7 @@ int launch_backward_sm90_passes(BackwardSm90Params params, int num_blocks, void*
                                                                                                 C.shared_bytes(), Start::kEarly);
     if (error != 0 || !keys) return error;
   }
-  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain);
+  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain, DqSums::kAny);
   params.second_pass = queries && params.passes_overlap;
   return start.template operator()<backward_sm90_key_kernel<kElement, kHeadDim>>(
       params.num_tasks, C.num_threads(), C.shared_bytes(), queries && !params.passes_overlap ? Start::kInOrder : Start::kEarly);
@@ -48,7 +48,7 @@ int launch_backward_sm90_passes(BackwardSm90Params params, int num_blocks, void*
 
 template <Element kElement, int kHeadDim>
 int launch_backward_sm90(const BackwardSm90Params& params, int num_blocks, void* stream) {
-  if constexpr (backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain).two_passes())
+  if constexpr (backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain, DqSums::kAny).two_passes())
     return launch_backward_sm90_passes<kElement, kHeadDim>(params, num_blocks, stream);
   else
     return launch_backward_sm90_sums<kElement, kHeadDim>(params, num_blocks, stream);

@@ -16,7 +16,7 @@ struct BackwardSm90Params {
   float scale_log2;           // softmax_scale * log2(e), moved away from 0
   bool dk_aligned, dv_aligned;  // 16-bit elements, 16-byte aligned rows
   int32_t num_tasks;            // key blocks of all heads, handed out by backward.ticket
-  int32_t section;              // of heads that take turns, see key_block_of()
+  int32_t section;              // of heads that take turns, see find_key_block()
   BackwardKind kind;
   // In two passes: query blocks of all heads, handed out by backward.ticket[1]; of heads that take turns; may the blocks of the second pass
   // start where those of the first end; and is this kernel the second, which then waits for the first at its end only?

@@ -39,6 +39,12 @@ struct SharedBackwardSm90 {
   __device__ __forceinline__ uint32_t empty(int stage) const { return barrier(13 + C.stages + stage); }
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return barrier(13 + 2 * C.stages + stage); }
   __device__ __forceinline__ uint32_t dout_empty(int stage) const { return barrier(13 + 3 * C.stages + stage); }
+  // With helpers. The next key block is wanted; a tile's turn has come, and that of two tiles before is passed; its sums are on their
+  // way (kAny: those of a key block); where they go is known.
+  __device__ __forceinline__ uint32_t wanted() const { return barrier(13 + 4 * C.stages); }
+  __device__ __forceinline__ uint32_t turn(uint32_t step) const { return barrier(14 + 4 * C.stages + (step & 1)); }
+  __device__ __forceinline__ uint32_t sums(uint32_t step) const { return barrier(16 + 4 * C.stages + (step & 1)); }
+  __device__ __forceinline__ uint32_t target_full(uint32_t step) const { return barrier(18 + 4 * C.stages + step % C.kTargets); }
 };
 
 template <BackwardSm90Config C>
@@ -82,11 +88,14 @@ struct GradientSm90 {
   }
 
   // x -= lse / scale, or x -= delta: A [64, 16], in registers, is -1 where B [block_m, 16] has the three parts of the number,
-  // else 0. (A in shared memory costs 2 % of the whole.)
+  // else 0. (A in shared memory costs 2 % of the whole.) With helpers the four registers of A serve for both: B has the same eight
+  // columns twice, the second time times zeros. Where registers suffice that is 2 to 4 % slower.
   template <bool kDelta>
   __device__ __forceinline__ void issue_columns(float (&x)[kS], uint32_t s_rows, uint32_t minus) const {
+    constexpr bool kSecond = kDelta && !C.helpers;
     ptx::Wgmma<ptx::bfloat16, C.block_m>::template rs<0, ptx::kDescriptorHighPlain>(
-        x, kDelta ? 0u : minus, kDelta ? 0u : minus, kDelta ? minus : 0u, kDelta ? minus : 0u, ptx::descriptor(s_rows, 128), 1);
+        x, kSecond ? 0u : minus, kSecond ? 0u : minus, kSecond ? minus : 0u, kSecond ? minus : 0u,
+        C.helpers ? ptx::descriptor(s_rows + (kDelta ? 128 : 0), 0) : ptx::descriptor(s_rows, 128), 1);
   }
   // This thread's -1: columns 2 (lane % 4) and its right neighbour of the first three.
   __device__ __forceinline__ uint32_t make_minus() const {

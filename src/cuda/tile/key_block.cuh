@@ -40,9 +40,13 @@ __device__ __forceinline__ bool last_keys_first(const BackwardParams& p) { retur
 // - Ordered sums: so few blocks of a head are under way that each has two tiles of queries for itself, and the time of one of
 //   them for passing a turn. Without an end of the window a key block starts later than the one before it, by the time that a turn
 //   takes; whoever follows on the same multiprocessor then is as late as it must be.
-template <int kBlockM, int kBlockN>
-__device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsigned n, unsigned section) {
-  KeyBlock block = {};
+// kInMemory: `block` is in shared memory, and what has been found is read from there again, since the warp has few registers.
+template <int kBlockM, int kBlockN, bool kInMemory>
+__device__ __forceinline__ void find_key_block(KeyBlock& block, const BackwardParams& p, unsigned n, unsigned section) {
+  const auto forget_registers = [] {
+    if constexpr (kInMemory) asm volatile("" ::: "memory");
+  };
+  block.num_tiles = 0;
   const unsigned blocks = p.num_key_blocks;
   if (section != 0) {
     const unsigned heads = p.sequence.num_heads_k * (p.sequence.batch + p.sequence.packed_k);
@@ -61,33 +65,35 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, unsign
   block.b = static_cast<int>(n / p.sequence.num_heads_k);
   block.group = p.sequence.num_heads_q / p.sequence.num_heads_k;
   block.first_key = block.index * kBlockN;
-  if (block.b >= p.sequence.batch) return block;
+  forget_registers();
+  if (block.b >= p.sequence.batch) return;
   block.s = resolve(p.sequence, block.b);
-  if (block.first_key >= block.s.seqlen_k || block.s.seqlen_q <= 0) return block;
-  const int last = min(block.first_key + kBlockN, block.s.seqlen_k) - 1;
-  const Range first_key = visible_queries(p.score, block.first_key, block.s.seqlen_q, block.s.seqlen_k);
-  const Range last_key = visible_queries(p.score, last, block.s.seqlen_q, block.s.seqlen_k);
+  forget_registers();
+  if (block.first_key >= block.s.seqlen_k || block.s.seqlen_q <= 0) return;
+  const auto queries_of = [&](int key) { return visible_queries(p.score, key, block.s.seqlen_q, block.s.seqlen_k); };
   // Ranges of consecutive keys overlap or touch, and both ends rise with the key.
-  if (last_key.end > first_key.begin) {
-    block.first_tile = first_key.begin / kBlockM;
-    block.num_tiles = (last_key.end + kBlockM - 1) / kBlockM - block.first_tile;
-    const bool last_tile_first = p.deterministic && !last_keys_first(p);
-    block.direction = last_tile_first ? -1 : 1;
-    block.start_tile = block.first_tile;
-    if (last_tile_first) block.start_tile += block.num_tiles - 1;
-    if (!p.deterministic) block.start_tile += block.first_key / kBlockM % block.num_tiles;
-    const int64_t padded = padded_row(p.sequence, block.s.q_begin, block.b);
-    block.dq_sum = p.dq_sum + padded * p.head_dim_rounded;
-    block.row_columns = p.row_columns + padded * 32;
-    block.padded_rows = p.padded_rows;
-    for (int n = 0; n < 2; ++n) {
-      const int begin = block.first_key + 64 * n, end = begin + 63;
-      block.full_rows[n][0] = visible_queries(p.score, min(end, block.s.seqlen_k - 1), block.s.seqlen_q, block.s.seqlen_k).begin;
-      block.full_rows[n][1] =
-          end < block.s.seqlen_k ? visible_queries(p.score, begin, block.s.seqlen_q, block.s.seqlen_k).end : -1;
-    }
+  const int begin = queries_of(block.first_key).begin, end = queries_of(min(block.first_key + kBlockN, block.s.seqlen_k) - 1).end;
+  if (end <= begin) return;
+  block.first_tile = begin / kBlockM;
+  block.num_tiles = (end + kBlockM - 1) / kBlockM - block.first_tile;
+  forget_registers();
+  const bool last_tile_first = p.deterministic && !last_keys_first(p);
+  block.direction = last_tile_first ? -1 : 1;
+  block.start_tile = block.first_tile;
+  if (last_tile_first) block.start_tile += block.num_tiles - 1;
+  if (!p.deterministic) block.start_tile += block.first_key / kBlockM % block.num_tiles;
+  forget_registers();
+  const int64_t padded = padded_row(p.sequence, block.s.q_begin, block.b);
+  block.dq_sum = p.dq_sum + padded * p.head_dim_rounded;
+  block.row_columns = p.row_columns + padded * 32;
+  block.padded_rows = p.padded_rows;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    forget_registers();
+    const int first = block.first_key + 64 * half, last = first + 63;
+    block.full_rows[half][0] = queries_of(min(last, block.s.seqlen_k - 1)).begin;
+    block.full_rows[half][1] = last < block.s.seqlen_k ? queries_of(first).end : -1;
   }
-  return block;
 }
 
 // How many key blocks have added to a tile of queries before this one, when sums are ordered. Blocks that see a tile are
@@ -123,8 +129,8 @@ __device__ void zero_key_tail(const BackwardParams& p, int h, int block, int row
       }
 }
 
-// dk and dv of keys that no query sees, by one warp.
-template <class T>
+// dk and dv of keys that no query sees, by one warp. kUnrolled: elements at a time, for which it needs registers.
+template <class T, int kUnrolled>
 __device__ void zero_keys(const BackwardParams& p, const KeyBlock& block, int rows, int lane, bool dk_aligned, bool dv_aligned) {
   const int end = min(rows, block.s.capacity_k - block.first_key);
   for (int which = 0; which < 2; ++which) {
@@ -138,6 +144,7 @@ __device__ void zero_keys(const BackwardParams& p, const KeyBlock& block, int ro
         if (lane * 8 < columns) *reinterpret_cast<uint4*>(static_cast<T*>(x.data) + at + lane * 8) = make_uint4(0, 0, 0, 0);
         continue;
       }
+#pragma unroll(kUnrolled)
       for (int c = lane; c < columns; c += 32) {
         if (which ? p.dv_is_float : p.dk_is_float)
           static_cast<float*>(x.data)[at + c] = 0.f;
