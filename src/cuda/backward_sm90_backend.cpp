@@ -86,8 +86,8 @@ struct Workspace {
     row_columns = take(config.lse_is_column(), rows * 32);
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);  // in two passes only what computes again, or backward_sm80, needs it
     ticket = take(true, 8);
-    const int64_t turns = p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * config.turns_per_block();
-    turn = take(first_stores(p, config) || orders_again(p, config), turns * 4);
+    // Four a tile also where one would do: what computes again takes turns of 32 rows or more.
+    turn = take(first_stores(p, config) || orders_again(p, config), p.num_heads_q * p.batch * ceil_div(p.seqlen_q, config.block_m) * 4 * 4);
     again = take(true, sizeof(RunAgain));
     done = take(has(p, TW_HAS_DQ) && !config.two_passes(), p.num_heads_k * p.batch * 4);
     dalibi_parts = take(has(p, TW_HAS_DALIBI), num_dalibi_parts(p, config) * 4);
