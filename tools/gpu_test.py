@@ -26,6 +26,7 @@ SANITIZED = {
     "forward": r"sq=113 sk=203 d=64( causal| mask=bhqk causal)?$|b=1 hq=2 sq=133 sk=150 d=(128|256)( |$)|b=3 hq=8 hk=2 sk=1500 d=64 sq=1 splits=5"
                r"|b=7 .*d=64 packed_q=900 packed_k=800 causal$|b=7 .*d=64 pages=300x5|new=5 seqused_k d=64 sq=5 rotary=32",
     "backward": r"sq=113 sk=203 d=64( causal| mask=bhqk causal)?$|b=1 hq=2 sq=133 sk=150 d=(128|256)( |$)|d=64 causal deterministic dlse"
+                r"|sq=140 sk=200 d=(64 dv=128|256 dv=8) causal$|b=9 hq=2 hk=1 sq=130 sk=700 deterministic d=128 sm_margin=125"
                 r"|d=64 dropout=0.2 causal|b=7 .*d=64 packed_q=900 packed_k=800 causal deterministic",
 }
 # Suites of tests/contract that run on any backend; the others call the library with tensors in host memory.

@@ -8,7 +8,8 @@
 //   dV  += P^T dO                     dK  += dS^T Q                  dQ += dS K
 //
 // Two consumer warpgroups keep dK and dV in registers. Up to head dim 128 each has 64 keys of its own. Above, both have the
-// same 64 keys: one makes P and dV, the other, from that P, dS and dK.
+// same 64 keys: one makes P and dV, the other, from that P, dS and dK. (That with options; without, two passes make dQ, and dK and
+// dV: backward_sm90_query.cuh, backward_sm90_key.cuh.)
 //
 // The third warpgroup makes dQ from the dS that is left in shared memory, and adds it to a float32 sum in global memory. It is
 // a step behind, so nobody waits for anybody at once, and the tensor cores have three warpgroups to choose from. lse and delta
@@ -115,7 +116,7 @@ struct QueryGradientSm90 {
 
   // Without: these warps pass turns, too, and one hands out the key blocks, one loads tiles.
   static constexpr bool kOrdered = kSums == DqSums::kOrdered;
-  static constexpr int kClaimed = 1, kStored = 2, kAllStored = kClaimed + 4 * kStored;
+  static constexpr int kClaimed = 1, kStored = 2, kAllStored = kClaimed + C.turns_per_block() * kStored;
   __device__ __forceinline__ int* counter(uint32_t step) const {
     return p.backward.turn + loader.target(step).counters + (kOrdered ? warp : 0);
   }
@@ -142,7 +143,6 @@ struct QueryGradientSm90 {
     DqTarget& target = loader.target(step);
     float* const sum = target.sum + warp * 16 * C.head_dim + lane * 4;
     if (kOrdered && lane == 0) turn = ptx::load_relaxed(counter(step));
-    if (C.split) turn |= claim(step);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float dq[kDQ];
@@ -212,7 +212,7 @@ struct QueryGradientSm90 {
         if (leads && left == kPublish) publish(n + 1, ticket);
         const uint32_t barrier = shared.ds_full(ring.step() & 1), parity = ring.step() >> 1 & 1;
         if (owes && !uniform(ptx::mbarrier_done(barrier, parity))) pass_turn(ring.step() - 1), owes = false;
-        const int turn = C.split ? 0 : claim(ring.step());  // the answer is there after the wait
+        const int turn = claim(ring.step());  // the answer is there after the wait
         // Q as soon as consumers have left that of the tile before this one. When they write the dS of this one, they have left
         // its dO, too.
         const bool loaded = loads && loader.template load_next<true>(ring.step() + 3, n, left <= 3, left > 2, lane);
@@ -409,12 +409,10 @@ struct SplitValueSm90 : PointwiseSm90<C> {
       ring.next_step();
       ring.next_stage(C.stages);
       if (--left == 0) break;
-      if constexpr (!C.plain()) {
-        const int head = at.head;
-        at.advance(*block);
-        if (at.head != head) G::begin_head(*block, at.head);
-        G::load_facts(state);
-      }
+      const int head = at.head;
+      at.advance(*block);
+      if (at.head != head) G::begin_head(*block, at.head);
+      G::load_facts(state);
       ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
       G::template issue_both<false>(dv, a_p, shared.dout(done), x, shared.k(0), shared.q(ring.stage), shared.rows(ring.stage));
       G::draw(state, at.tile);
@@ -426,7 +424,6 @@ struct SplitValueSm90 : PointwiseSm90<C> {
       arrive(shared.dout_empty(done));
       if constexpr (kLeavesRows) arrive(shared.empty(ring.stage));
       if (loads) loader.template load_next<false>(ring.step() + C.stages, n, true, left > 1, G::lane);
-      if constexpr (C.plain()) at.advance(*block);
     }
     G::issue_gradient(dv, a_p, shared.dout(done));
     ptx::wgmma_wait<0>();
@@ -531,7 +528,7 @@ template <Element kElement, int kHeadDim, DqSums kSums, BackwardKind kKind>
 __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind, kSums).num_threads(), 1)
     backward_sm90_kernel(const __grid_constant__ BackwardSm90Params p) {
   constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, kKind, kSums);
-  static_assert(C.valid());
+  static_assert(C.valid() && !C.two_passes());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedBackwardSm90<C> shared{ptx::shared_address(memory)};
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows

@@ -34,7 +34,9 @@ constexpr Sm90Kernels kKernels[] = {
 };
 
 // What runs again behind these kernels has as many parts of dalibi: see run_backward_again().
-#define TW_BACKWARD_SM90(E, D) \
+#define TW_BACKWARD_SM90(E, D)                                                                                    \
+  static_assert(backward_sm90_config(Element::E, D, BackwardKind::kPlain, DqSums::kFirst).turns_per_block() ==    \
+                backward_sm90_config(Element::E, D, BackwardKind::kPlain, DqSums::kAny).turns_per_block());       \
   static_assert(conditional_config(Element::E, D).block_n() == backward_sm90_config(Element::E, D, BackwardKind::kGeneral, DqSums::kAny).block_n());
 #include "cuda/kernels.def"
 
@@ -121,9 +123,9 @@ int heads_in_turns(const BackwardParams& p, const BackwardSm90Config& config, in
   const bool apart = config.block_n() >= 2 * config.block_m, ends = p.score.window_right >= 0;
   // So many that each block under way has two tiles of its head for itself. Key blocks that are two tiles long are so far apart anyway.
   if (!config.helpers || !apart) return apart && ends ? 0 : std::max(2 * blocks / p.num_query_blocks, 1);
-  // With helpers, d 128: four key blocks of a head at a time, 1 to 5 % faster than twice as many (two: 5 % slower). Causal two rounds of
-  // tickets from 2k on, 1 % faster than none, as the longest key blocks are a section's last.
-  if (!ends) return std::max(blocks / 4, 1);
+  // With helpers, d 128: four key blocks of a head at a time, or fewer where its rows are few, 1 to 5 % faster than twice as many (two: 5 %
+  // slower). Causal two rounds of tickets from 2k on, 1 % faster than none, as the longest key blocks are a section's last.
+  if (!ends) return std::max({blocks / 4, 2 * blocks / p.num_query_blocks, 1});
   return p.num_key_blocks < 16 ? 0 : std::max(2 * blocks / p.num_key_blocks, 1);
 }
 

@@ -42,9 +42,13 @@ struct HelpersSm90 {
         if (left == kAsk) ptx::mbarrier_arrive(shared.wanted());
         ptx::mbarrier_wait(shared.empty(stage), parity);
         const int row = static_cast<int>(block.s.q_begin) + at.tile * C.block_m, batch = p.backward.sequence.packed_q ? 0 : block.b;
+        // In any order it is the arrival in load_queries() that dQ's warps know it by.
+        if constexpr (kSums == DqSums::kAny) loader.set_target(loader.target(step), block, at);
         loader.load_queries(block, at, stage, row, batch);
-        loader.set_target(loader.target(step), block, at);
-        if constexpr (kSums != DqSums::kAny) ptx::mbarrier_arrive(shared.target_full(step));
+        if constexpr (kSums != DqSums::kAny) {
+          loader.set_target(loader.target(step), block, at);
+          ptx::mbarrier_arrive(shared.target_full(step));
+        }
         ptx::mbarrier_wait(shared.ds_full(step & 1), (step >> 1 & 1) ^ 1);
         loader.load_box(shared.dout(step), p.dout, shared.full(stage), C.block_m, row, at.head, batch, p.v_loads);
         at.advance(block);
@@ -72,7 +76,7 @@ struct HelpersSm90 {
   }
 
   // Tells dQ's warps of each tile that they may add to it: once all that come before have.
-  static constexpr int kClaimed = 1, kStored = 2, kAllStored = kClaimed + kStored;
+  static constexpr int kClaimed = 1, kStored = 2, kAllStored = kClaimed + C.turns_per_block() * kStored;
   __device__ __forceinline__ void await_turns() const {
     uint32_t step = 0;
 #pragma unroll 1

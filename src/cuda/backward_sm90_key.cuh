@@ -347,7 +347,8 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, Backw
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  // The second pass starts when the blocks of the first are there, and those have waited for pre.
+  // The second pass starts when the blocks of the first are there, and those have waited for pre: its results are in the second-level cache,
+  // and no line of them in this multiprocessor's own, since nobody reads them before. (post beside a main kernel stands on the same.)
   if (!p.second_pass) ptx::wait_for_previous_kernels();
   ptx::let_next_kernel_start();
 

@@ -38,7 +38,8 @@ struct alignas(16) DqTarget {
 
 // ---- key blocks -----------------------------------------------------------------------------------------------------
 
-// Key block n of this block of threads, and the one after it: a ring of two. One warp publishes, all wait and release.
+// Key block n of this block of threads, and the one after it: a ring of two. One warp publishes, all wait and release. (Two of
+// the helpers do not release: who is behind `wanted` or a tile's turn is behind them, too.)
 template <BackwardSm90Config C>
 struct KeyBlocksSm90 {
   static_assert(sizeof(KeyBlock) <= C.kBlockBytes);
@@ -208,7 +209,7 @@ struct LoaderSm90 {
   __device__ __forceinline__ bool load_next(int limit, int present, bool ahead, bool sure, int lane) const {
     LoadState& kept = state(kQ ? 0 : 1);
     if (!sure) {
-      if (uniform(kept.loaded) >= limit) return false;
+      if (static_cast<int32_t>((static_cast<uint32_t>(limit) - uniform(kept.loaded)) << 4) <= 0) return false;  // steps have 28 bits
       if (uniform(kept.left) == 0) {
         const int next = uniform(kept.block) + 1;
         if (next > present + ahead) return false;

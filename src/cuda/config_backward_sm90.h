@@ -11,7 +11,7 @@ namespace tilewise::cuda {
 // nobody writes zeros and nobody reads them, and the others wait for that. Counters: BackwardParams::turn.
 enum class DqSums {
   kAny,     // to zeros that pre has written
-  kFirst,   // The first stores. A tile's counter says whether anybody has claimed it, and (without helpers: how many warps of) he has stored.
+  kFirst,   // The first stores. A tile's counter says whether anybody has claimed it, and whether he (without helpers: how many of his warps) has stored.
   kOrdered  // In the order of the key blocks, and the first stores. Counters of the key blocks that have added; without helpers one a warp.
 };
 

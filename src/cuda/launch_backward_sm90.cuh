@@ -38,8 +38,9 @@ int launch_backward_sm90_passes(BackwardSm90Params params, int num_blocks, void*
     constexpr BackwardQuerySm90Config C{kElement, kHeadDim};
     const int error = start.template operator()<backward_sm90_query_kernel<kElement, kHeadDim>>(params.num_query_tasks, C.num_threads(),
                                                                                                 C.shared_bytes(), Start::kEarly);
-    if (error != 0 || !keys) return error;
+    if (error != 0) return error;
   }
+  if (!keys) return cudaSuccess;
   constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain, DqSums::kAny);
   params.second_pass = queries && params.passes_overlap;
   return start.template operator()<backward_sm90_key_kernel<kElement, kHeadDim>>(

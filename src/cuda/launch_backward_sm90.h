@@ -1,4 +1,4 @@
-// Host side of the sm_90a backward kernels: `num_blocks` stay on their multiprocessors and take key blocks. The int returned
+// Host side of the sm_90a backward kernels: `num_blocks` stay on their multiprocessors and take key blocks, or query blocks. The int returned
 // is a cudaError_t.
 #pragma once
 #include "cuda/config_backward_sm90.h"

@@ -190,7 +190,8 @@ void GpuTensors::download() const {
 }
 void GpuTensors::download(const tw_tensor* host) const {
   for (const Copy& copy : copies_)
-    if (copy.host == host) copy.memory.download(copy.begin);
+    if (copy.host == host) return copy.memory.download(copy.begin);
+  throw std::runtime_error("a tensor that was never copied to the GPU");
 }
 
 void GpuTensors::keep() {

@@ -234,7 +234,10 @@ std::vector<Check> backward_cases() {
       few(std::string("b=9 hq=2 hk=1 sq=30 sk=200 causal d=") + d + margin), few(std::string("b=9 hq=2 hk=1 sq=130 sk=700 deterministic d=") + d + margin);
       few(std::string("b=2 hq=6 hk=2 sq=700 sk=400 causal deterministic d=") + d + margin);
     }
-    // More key blocks than multiprocessors: dq is written beside the main kernel.
+    // Float32 gradients, several tasks a block.
+    cases.push_back({"bwd bf16 " + s + " causal sm_margin=131", Layout::kContiguous, InputKind::kGaussian, true});
+    cases.push_back({"bwd bf16 " + packed + " packed_q=900 packed_k=800 sm_margin=131", Layout::kContiguous, InputKind::kGaussian, true});
+    // More key blocks than multiprocessors: where dq is summed, it is written beside the main kernel.
     for (const char* rest : {"", " causal", " causal deterministic", " seqused_q seqused_k", " causal sink dsink dlse", " window=40,30 dropout=0.2", " alibi=h dalibi bias=f32:hqk dbias"})
       cases.push_back({std::string("bwd bf16 b=17 hq=4 hk=4 sq=70 sk=200 d=") + d + rest});
     for (const char* rest : {"", " causal deterministic"})
@@ -245,7 +248,7 @@ std::vector<Check> backward_cases() {
                              " mask=qk dropout=0.2 softcap=5", " mask=bqk causal", " alibi=h window=20,10 dalibi"})
       for (const char* dtype : kDtypes)
         cases.push_back({std::string("bwd ") + dtype + "b=2 hq=4 hk=2 sq=150 sk=170 d=" + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
-  // Computed again in an order of its own: more turns than the row above it has tiles.
+  // Computed again in an order of its own; at d 64 with more turns than the row above it has tiles.
   for (const char* d : {"64", "128", "256"})
     cases.push_back({std::string("bwd bf16 b=2 hq=4 hk=2 sq=1000 sk=1100 causal deterministic d=") + d, Layout::kContiguous, InputKind::kGaussian, false, true});
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink dsink", "b=1 hq=0 sq=5"})

@@ -38,9 +38,9 @@ class Session {
     return found;
   }
 
-  explicit Session(const Case& c, uint64_t seed = 1) : name_(c.kernel + " \"" + c.problem + "\"") {
+  explicit Session(const Case& c, uint64_t seed = 1, bool nan_rows = false) : name_(c.kernel + " \"" + c.problem + "\"") {
     InputOptions options;
-    options.seed = seed, options.dead = Dead::kZero;
+    options.seed = seed, options.dead = Dead::kZero, options.nan_rows = nan_rows;
     tw_problem p;
     std::string error;
     if (!parse_problem(c.problem, &p, &error) || Inputs::make(p, options, &inputs_, &error) != TW_OK)

@@ -37,7 +37,7 @@ __device__ __forceinline__ bool last_keys_first(const BackwardParams& p) { retur
 // take turns: the first key blocks of all, then the second, and so on.
 // - Causal: the first key blocks are the longest. Sections are counted from the end, so that the last one is whole, and no long
 //   key block begins when the others are done: 2 to 5 % of the kernel.
-// - Ordered sums: so few blocks of a head are under way that each has two tiles of queries for itself, and the time of one of
+// - Ordered sums: so few blocks of a head are under way that each has two tiles of queries for itself (d 128: see heads_in_turns()), and the time of one of
 //   them for passing a turn. Without an end of the window a key block starts later than the one before it, by the time that a turn
 //   takes; whoever follows on the same multiprocessor then is as late as it must be.
 // kInMemory: `block` is in shared memory, and what has been found is read from there again, since the warp has few registers.
