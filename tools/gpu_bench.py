@@ -413,6 +413,19 @@ def picture(path, report):
     print("wrote", path)
 
 
+def save(report, products, path):
+    report["ceilings"]["matmul_bf16_tflops"] = statistics.median(products)
+    report["ceilings"]["matmul_bf16_samples"] = products
+    fa3 = fa3_scale(report["gpu"], report["ceilings"])
+    for r in report["cells"]:
+        add_fa3(r, fa3)
+    report["summary"] = summary(report["cells"])
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "w") as file:
+        json.dump(report, file, indent=1)
+        file.write("\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a fifth of the cells, fewer rounds")
@@ -453,27 +466,20 @@ def main():
     for n, c in enumerate(cells):
         if n % 8 == 0:
             products.append(matmul_tflops(torch, torch.bfloat16))
+            print("matrix product, bf16: %.1f" % products[-1])
         r = measure(c, torch, tilewise, seconds)
         r["kernel"] = kernel_of(c, tilewise)
         report["cells"].append(r)
         print(line(r), flush=True)
         torch.cuda.empty_cache()
-    report["ceilings"]["matmul_bf16_tflops"] = statistics.median(products)
-    report["ceilings"]["matmul_bf16_samples"] = products
+        report["seconds"] = round(time.perf_counter() - start, 1)
+        if n % 8 == 7 or n == len(cells) - 1:
+            save(report, products, arguments.out)  # a run that is stopped leaves what it has
     print("ceilings", report["ceilings"])
-    fa3 = fa3_scale(report["gpu"], report["ceilings"])
-    for r in report["cells"]:
-        add_fa3(r, fa3)
-    report["summary"] = summary(report["cells"])
-    report["seconds"] = round(time.perf_counter() - start, 1)
     print("\nTilewise's speed over each peer's, geometric mean; `kept`: with the option over without")
     for key, entry in report["summary"].items():
         print("%-28s %s" % (key, "  ".join("%s %s" % item for item in entry.items())))
     print("%.0f s" % report["seconds"])
-    os.makedirs(os.path.dirname(os.path.abspath(arguments.out)), exist_ok=True)
-    with open(arguments.out, "w") as file:
-        json.dump(report, file, indent=1)
-        file.write("\n")
     print("wrote", arguments.out)
     picture(os.path.splitext(arguments.out)[0] + ".png", report)
 

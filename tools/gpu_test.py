@@ -41,6 +41,20 @@ def parts(options):
     program = {n: os.path.join(options.build, "tests", "cuda", "tilewise_cuda_" + n)
                for n in ("rows_test", "calls_test", "backward_repeat", "sm90_forward", "sm90_ptx")}  # fmt: skip
     found = []
+    few = {"TILEWISE_NUM_THREADS": "2"}  # for the oracle: the parts run side by side
+    found.append(("calls", [program["calls_test"]], {}))
+    for n in range(4):
+        found.append(("deterministic repeats %d/4" % (n + 1), [program["backward_repeat"], "500", "%d/4" % n], {}))
+    cache = os.path.join(options.build, "CMakeCache.txt")
+    all_shapes = os.path.exists(cache) and "TILEWISE_ALL_SHAPES:BOOL=ON" in open(cache).read()
+    for pass_ in ("backward", "forward") if all_shapes else ():  # the shapes for GPUs with 99 KiB of shared memory a block, where they are others
+        found.append(("small shapes " + pass_, [program["rows_test"], pass_, SMALL_SHAPES, ""], {"TILEWISE_CUDA_SHARED_BYTES": "101376", **few}))
+    for pass_ in ("backward", "forward"):
+        for dtype in ("f32", "bf16", "f16"):
+            shards = 3 if dtype == "f32" else 8 if pass_ == "backward" else 6  # one to four minutes each on 16 cores
+            for n in range(shards):
+                command = [program["rows_test"], pass_, " %s " % dtype, "", "%d/%d" % (n, shards)]
+                found.append(("rows %s %s %d/%d" % (pass_, dtype, n + 1, shards), command, few))
     python = {"TILEWISE_TEST_DEVICE": "cuda", "TILEWISE_LIBRARY": os.path.join(options.build, "src", "libtilewise.so"),
               "PYTHONPATH": os.path.join(ROOT, "python"), "TILEWISE_TEST_THREADS": "1"}  # fmt: skip
     if subprocess.run([options.python, "-c", "import torch, pytest, hypothesis; assert torch.cuda.is_available()"], capture_output=True).returncode:
@@ -52,20 +66,6 @@ def parts(options):
             junit = os.path.join(options.work, "python-%s.xml" % name)
             if name not in ("numpy", "package", "examples", "validation"):
                 found.append(("python " + name, [options.python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--junitxml", junit, path], python))
-    few = {"TILEWISE_NUM_THREADS": "2"}  # for the oracle: the parts run side by side
-    found.append(("calls", [program["calls_test"]], {}))
-    for n in range(4):
-        found.append(("deterministic repeats %d/4" % (n + 1), [program["backward_repeat"], "500", "%d/4" % n], {}))
-    for pass_ in ("backward", "forward"):
-        for dtype in ("f32", "bf16", "f16"):
-            shards = 3 if dtype == "f32" else 8 if pass_ == "backward" else 6  # half a minute to two minutes each
-            for n in range(shards):
-                command = [program["rows_test"], pass_, " %s " % dtype, "", "%d/%d" % (n, shards)]
-                found.append(("rows %s %s %d/%d" % (pass_, dtype, n + 1, shards), command, few))
-    cache = os.path.join(options.build, "CMakeCache.txt")
-    all_shapes = os.path.exists(cache) and "TILEWISE_ALL_SHAPES:BOOL=ON" in open(cache).read()
-    for pass_ in ("backward", "forward") if all_shapes else ():  # the shapes for GPUs with 99 KiB of shared memory a block, where they are others
-        found.append(("small shapes " + pass_, [program["rows_test"], pass_, SMALL_SHAPES, ""], {"TILEWISE_CUDA_SHARED_BYTES": "101376", **few}))
     for pass_ in ("bwd", "fwd"):
         for dtype in ("f32", "bf16", "f16"):
             found.append(("cases %s %s" % (pass_, dtype), [program["rows_test"], "cases", "^%s %s " % (pass_, dtype)], few))
