@@ -68,6 +68,17 @@ bool layout_from_name(std::string_view name, Layout* out) {
   return false;
 }
 
+// f(n, offset(n)) for every element: a division a row and not one a dimension and element, which was a third of a test's time.
+template <class F>
+void Buffer::for_each_offset(F&& f) const {
+  if (size_ == 0) return;
+  const int64_t row = row_size(), step = tensor_.stride[tensor_.ndim - 1];
+  for (int64_t n = 0; n < size_; n += row) {
+    const int64_t begin = offset(n);
+    for (int64_t c = 0; c < row; ++c) f(n + c, begin + c * step);
+  }
+}
+
 Buffer::Buffer(int32_t dtype, std::vector<int64_t> shape, Use use, Layout layout, bool vectors, int unaligned)
     : shape_(std::move(shape)), element_size_(dtype_size(dtype)), use_(use) {
   const Placement placement = place(shape_, layout, vectors, unaligned);
@@ -86,9 +97,9 @@ Buffer::Buffer(int32_t dtype, std::vector<int64_t> shape, Use use, Layout layout
   std::copy(placement.stride, placement.stride + shape_.size(), tensor_.stride);
   tensor_.data = element(0);
   is_element_.assign(static_cast<size_t>(allocated_), false);
-  for (int64_t n = 0; n < size_; ++n) is_element_[static_cast<size_t>(begin_ + offset(n))] = true;
+  for_each_offset([&](int64_t, int64_t at) { is_element_[static_cast<size_t>(begin_ + at)] = true; });
   for (int64_t n = 0; n < allocated_; ++n) guard_value(n, bytes_.data() + n * element_size_);
-  for (int64_t n = 0; n < size_; ++n) store(offset(n), 0);
+  for_each_offset([&](int64_t, int64_t at) { store(at, 0); });
 }
 
 Buffer& Buffer::operator=(const Buffer& other) {
@@ -107,10 +118,10 @@ Buffer& Buffer::operator=(const Buffer& other) {
 }
 
 void Buffer::expand(int dim) {
-  for (int64_t n = 0; n < size_; ++n) is_element_[static_cast<size_t>(begin_ + offset(n))] = false;
-  for (int64_t n = 0; n < size_; ++n) guard_value(begin_ + offset(n), element(offset(n)));
+  for_each_offset([&](int64_t, int64_t at) { is_element_[static_cast<size_t>(begin_ + at)] = false; });
+  for_each_offset([&](int64_t, int64_t at) { guard_value(begin_ + at, element(at)); });
   tensor_.stride[dim] = 0;
-  for (int64_t n = 0; n < size_; ++n) is_element_[static_cast<size_t>(begin_ + offset(n))] = true;
+  for_each_offset([&](int64_t, int64_t at) { is_element_[static_cast<size_t>(begin_ + at)] = true; });
 }
 
 int64_t Buffer::offset(int64_t n) const {
@@ -127,21 +138,16 @@ void Buffer::store(int64_t at, double value) { store_element(tensor_.data, tenso
 
 std::vector<double> Buffer::values() const {
   std::vector<double> out(static_cast<size_t>(size_));
-  if (size_ == 0) return out;
-  const int64_t row = row_size(), step = tensor_.stride[tensor_.ndim - 1];
-  for (int64_t r = 0; r < num_rows(); ++r) {
-    const int64_t begin = offset(r * row);
-    for (int64_t c = 0; c < row; ++c) out[static_cast<size_t>(r * row + c)] = load(begin + c * step);
-  }
+  for_each_offset([&](int64_t n, int64_t at) { out[static_cast<size_t>(n)] = load(at); });
   return out;
 }
 
 void Buffer::set_values(const std::vector<double>& values) {
-  for (int64_t n = 0; n < size_; ++n) set(n, values[static_cast<size_t>(n)]);
+  for_each_offset([&](int64_t n, int64_t at) { store(at, values[static_cast<size_t>(n)]); });
 }
 
 void Buffer::poison() {
-  for (int64_t n = 0; n < size_; ++n) poison(n);
+  for_each_offset([&](int64_t, int64_t at) { std::memset(element(at), 0xff, static_cast<size_t>(element_size_)); });
 }
 void Buffer::poison(int64_t n) { std::memset(element(offset(n)), 0xff, static_cast<size_t>(element_size_)); }
 

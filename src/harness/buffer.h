@@ -79,6 +79,8 @@ class Buffer {
   void restore(const Bytes& bytes);
 
  private:
+  template <class F>
+  void for_each_offset(F&& f) const;
   double load(int64_t offset) const;
   void store(int64_t offset, double value);
   uint8_t* element(int64_t offset) { return bytes_.data() + (begin_ + offset) * element_size_; }
