@@ -68,6 +68,7 @@ def all_cells(quick):
             for s in (4096,) if quick else (2048, 16384):
                 for direction in ("fwd", "bwd"):
                     cells.append(square("dropout", direction, "bf16", s, d, causal=causal, dropout=0.1))
+            for s in (4096,) if quick else (2048, 4096, 8192, 16384):
                 cells.append(square("deterministic", "bwd", "bf16", s, d, causal=causal, deterministic=True))
     for causal in (False, True):
         for direction in ("fwd", "bwd"):
