@@ -531,16 +531,13 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind
   static_assert(C.valid() && !C.two_passes());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedBackwardSm90<C> shared{ptx::shared_address(memory)};
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
+  const int warpgroup = uniform(threadIdx.x / 128);
   const KeyBlocksSm90<C> blocks{p, shared, memory};
   const LoaderSm90<C, kSums> loader{p, shared, blocks, memory};
 
   if (p.backward.done == nullptr) ptx::let_next_kernel_start();
   if (threadIdx.x == 0) {
-    ptx::tma_prefetch(p.q);
-    ptx::tma_prefetch(p.k);
-    ptx::tma_prefetch(p.v);
-    ptx::tma_prefetch(p.dout);
+    prefetch_maps(p);
     // Arrivals are once per warp: wgmma_wait is a wait of the warp.
     ptx::mbarrier_init(shared.v_full(), 1);
     ptx::store_shared(shared.base + C.count_offset(), 0u);

@@ -14,9 +14,6 @@
 
 namespace tilewise::cuda {
 
-// setmaxnreg: 3 x 168 = 72 + 2 x 216. A consumer holds 128 of dK or dV, 32 of S or dP, 16 of P or dS as an operand: 176.
-inline constexpr int kKeyConsumerRegisters = 216, kKeyProducerRegisters = 72;
-
 // What backward_sm90's layout has for dQ serves P and the loads: two slots of P, and 8 KiB for rows on their way out.
 template <BackwardSm90Config C>
 struct SharedKeySm90 : SharedBackwardSm90<C> {
@@ -26,7 +23,7 @@ struct SharedKeySm90 : SharedBackwardSm90<C> {
   __device__ __forceinline__ uint32_t weights_empty(uint32_t step) const { return B::barrier(2 + (step & 1)); }
   __device__ __forceinline__ uint32_t k_empty() const { return B::barrier(4); }
   __device__ __forceinline__ uint32_t v_empty() const { return B::barrier(5); }
-  __device__ __forceinline__ uint32_t take_next() const { return B::barrier(11); }
+  __device__ __forceinline__ uint32_t wanted() const { return B::barrier(11); }  // the next key block
   __device__ __forceinline__ uint32_t staging() const { return B::ds(1); }
 };
 
@@ -51,7 +48,7 @@ struct KeyProducerSm90 {
         loader.template load_keys<true>(n);
         ptx::mbarrier_wait(shared.v_empty(), (n & 1) ^ 1);
         loader.template load_keys<false>(n);
-        ptx::mbarrier_wait(shared.take_next(), n & 1);
+        ptx::mbarrier_wait(shared.wanted(), n & 1);
       }
       __syncwarp();
       ticket = blocks.take_ticket(lane);
@@ -75,14 +72,13 @@ struct KeyProducerSm90 {
 #pragma unroll 1
       for (int left = steps; left > 0; --left) {
         ptx::mbarrier_wait(kQ ? shared.empty(stage) : shared.dout_empty(stage), parity);
-        const uint32_t full = kQ ? shared.full(stage) : shared.dout_full(stage);
         const int row = static_cast<int>(block.s.q_begin) + at.tile * C.block_m, batch = p.backward.sequence.packed_q ? 0 : block.b;
-        ptx::mbarrier_arrive_expect(full, C.q_bytes() + (kQ ? C.row_bytes() : 0));
-        loader.load_box(kQ ? shared.q(stage) : shared.dout(stage), kQ ? p.q : p.dout, full, C.block_m, row, at.head, batch,
-                        kQ ? p.qk_loads : p.v_loads);
         if (kQ) {
-          ptx::bulk_load(shared.rows(stage), block.row_columns + (at.head * block.padded_rows + at.tile * C.block_m) * 32, C.lse_bytes(), full);
-          if (left == min(kAsk, steps)) ptx::mbarrier_arrive(shared.take_next());
+          loader.load_queries(block, at, stage, row, batch);
+          if (left == min(kAsk, steps)) ptx::mbarrier_arrive(shared.wanted());
+        } else {
+          ptx::mbarrier_arrive_expect(shared.dout_full(stage), C.q_bytes());
+          loader.load_box(shared.dout(stage), p.dout, shared.dout_full(stage), C.block_m, row, at.head, batch, p.v_loads);
         }
         at.advance(block);
         if (++stage == C.stages) stage = 0, parity ^= 1;
@@ -113,6 +109,15 @@ struct KeyConsumerSm90 : GradientSm90<C> {
   __device__ __forceinline__ static void clear(float (&d)[kD]) {
 #pragma unroll
     for (int i = 0; i < kD; ++i) d[i] = 0.f;
+  }
+  // The last product of a key block.
+  __device__ __forceinline__ void finish(float (&d)[kD], uint32_t (&a)[kA], uint32_t rows, RingPosition& ring) const {
+    G::issue_gradient(d, a, rows);
+    ring.next_step();
+    ring.next_stage(C.stages);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(d);
+    ptx::wgmma_pin(a);
   }
 };
 
@@ -203,12 +208,7 @@ struct KeyPassValueSm90 : KeyConsumerSm90<C> {
         done = uniform(ring.stage);
         ptx::mbarrier_wait(shared.dout_full(done), ring.parity());
       } while (--left > 0);
-    G::issue_gradient(dv, a_p, shared.dout(done));
-    ring.next_step();
-    ring.next_stage(C.stages);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(dv);
-    ptx::wgmma_pin(a_p);
+    Base::finish(dv, a_p, shared.dout(done), ring);
     arrive(shared.dout_empty(done));
   }
 
@@ -292,12 +292,7 @@ struct KeyPassKeySm90 : KeyConsumerSm90<C> {
         pack(a_ds, dp, at.tile);
         done = uniform(ring.stage);
       } while (--left > 0);
-    G::issue_gradient(dk, a_ds, shared.q(done));
-    ring.next_step();
-    ring.next_stage(C.stages);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(dk);
-    ptx::wgmma_pin(a_ds);
+    Base::finish(dk, a_ds, shared.q(done), ring);
     arrive(shared.empty(done));
   }
 
@@ -319,21 +314,18 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, Backw
   static_assert(C.valid() && C.two_passes());
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedKeySm90<C> shared{ptx::shared_address(memory)};
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
+  const int warpgroup = uniform(threadIdx.x / 128);
   const KeyBlocksSm90<C> blocks{p, shared, memory};
   const LoaderSm90<C, DqSums::kAny> loader{p, shared, blocks, memory};
 
   if (threadIdx.x == 0) {
-    ptx::tma_prefetch(p.q);
-    ptx::tma_prefetch(p.k);
-    ptx::tma_prefetch(p.v);
-    ptx::tma_prefetch(p.dout);
+    prefetch_maps(p);
     // Arrivals are once per warp: wgmma_wait is a wait of the warp.
     ptx::mbarrier_init(shared.k_full(0), 1);
     ptx::mbarrier_init(shared.v_full(), 1);
     ptx::mbarrier_init(shared.k_empty(), 4);
     ptx::mbarrier_init(shared.v_empty(), 4);
-    ptx::mbarrier_init(shared.take_next(), 1);
+    ptx::mbarrier_init(shared.wanted(), 1);
     for (int n = 0; n < 2; ++n) {
       ptx::mbarrier_init(shared.weights_full(n), 4);
       ptx::mbarrier_init(shared.weights_empty(n), 4);
@@ -354,10 +346,10 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, Backw
 
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (warpgroup == 0) {
-    ptx::give_registers<kKeyProducerRegisters>();
+    ptx::give_registers<C.dq_registers()>();
     KeyProducerSm90<C>{loader, shared, warp, lane}.run();
   } else {
-    ptx::take_registers<kKeyConsumerRegisters>();
+    ptx::take_registers<C.consumer_registers()>();  // of which 176 hold dK or dV, S or dP, P or dS as an operand
     KeyConsumerSm90<C> base{{p, shared, nullptr, warpgroup - 1, warp, lane}};
     RingPosition ring;
 #pragma unroll 1

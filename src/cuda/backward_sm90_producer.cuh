@@ -1,6 +1,7 @@
 // Who feeds a block of backward_sm90: the key blocks that it takes by tickets, and the copies of K, V, Q and dO that tiles of queries need.
 // backward_sm90.cuh has what is computed from them.
 #pragma once
+#include "cuda/backward_sm90_common.cuh"
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "cuda/tile/gradient_sm90.cuh"
@@ -21,10 +22,6 @@ struct TileWalk {
     if (tile == block.start_tile) ++head;
   }
 };
-
-// The same number in all threads, and now the compiler knows. What a descriptor is made of must be such, or every product
-// needs four moves to uniform registers.
-__device__ __forceinline__ int uniform(int n) { return __shfl_sync(0xffffffffu, n, 0); }
 
 // Tiles of all heads.
 __device__ __forceinline__ int num_steps(const KeyBlock& block) { return uniform(block.group * block.num_tiles); }

@@ -8,8 +8,8 @@
 // Rows are queries here, so lse and delta are two numbers a thread. A step issues dQ of the tile before, S and dP, and computes P beside dP.
 // dK and dV are backward_sm90_key.cuh's. docs/kernels/backward_sm90.md has the order of the products and why it matters.
 #pragma once
+#include "cuda/backward_sm90_common.cuh"
 #include "cuda/config_backward_sm90_query.h"
-#include "cuda/params_backward_sm90.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -159,8 +159,6 @@ struct QueryConsumerSm90 {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ int row(int half) const { return consumer * 64 + warp * 16 + half * 8 + (lane >> 2); }
-  // The same number in all threads, and now the compiler knows: descriptors stay in uniform registers.
-  __device__ __forceinline__ static int uniform(int n) { return __shfl_sync(0xffffffffu, n, 0); }
 
   // S = Q K^T or dP = dO V^T
   __device__ __forceinline__ void issue_scores(float (&x)[kS], uint32_t s_rows, uint32_t s_keys) const {
@@ -444,14 +442,11 @@ __global__ void __launch_bounds__(BackwardQuerySm90Config{kElement, kHeadDim}.nu
   static_assert(C.valid() && sizeof(QueryBlock) <= C.kBlockBytes);
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedQuerySm90<C> shared{ptx::shared_address(memory)};
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, and the compiler knows
+  const int warpgroup = uniform(threadIdx.x / 128);
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    ptx::tma_prefetch(p.q);
-    ptx::tma_prefetch(p.k);
-    ptx::tma_prefetch(p.v);
-    ptx::tma_prefetch(p.dout);
+    prefetch_maps(p);
 #pragma unroll
     for (int n = 0; n < C.kBarriers; ++n) ptx::mbarrier_init(shared.barrier(n), shared.arrivals(n));
     ptx::mbarrier_init_fence();
