@@ -62,6 +62,14 @@ bool first_stores(const tw_problem& p, const BackwardSm90Config& config) {
   return has(p, TW_HAS_DQ) && !config.two_passes() && (p.deterministic || (config.plain() && see <= config.few_key_blocks()));
 }
 
+struct QueryPass {
+  int64_t blocks, tasks;  // of a head, of all; with packed rows one more entry, for those of no sequence
+};
+QueryPass query_pass(const tw_problem& p, const BackwardSm90Config& config) {
+  const int64_t blocks = ceil_div(p.seqlen_q, BackwardQuerySm90Config{config.element, config.head_dim}.block_m());
+  return {blocks, blocks * p.num_heads_q * (p.batch + (p.q_layout == TW_PACKED))};
+}
+
 // In two passes sums are ordered only where everything is computed again.
 bool orders_again(const tw_problem& p, const BackwardSm90Config& config) {
   return config.two_passes() && p.deterministic && has(p, TW_HAS_DQ) && masks(p);
@@ -155,8 +163,8 @@ Status plan_backward_sm90(const tw_problem& p, const Target& target, Plan* plan)
   plan->num_splits = 1;
   plan->num_tasks = ceil_div(p.seqlen_k, config.block_n()) * p.num_heads_k * (p.batch + (p.k_layout == TW_PACKED));
   if (plan->num_tasks >= 0x7fff0000) return unsupported("backward_sm90: ", plan->num_tasks, " key blocks, fewer than ", 0x7fff0000);
-  if (config.two_passes() && ceil_div(p.seqlen_q, 128) * p.num_heads_q * (p.batch + (p.q_layout == TW_PACKED)) >= 0x7fff0000)
-    return unsupported("backward_sm90: ", 0x7fff0000, " query blocks or more");
+  if (const int64_t blocks = config.two_passes() ? query_pass(p, config).tasks : 0; blocks >= 0x7fff0000)
+    return unsupported("backward_sm90: ", blocks, " query blocks, fewer than ", 0x7fff0000);
   plan->workspace_bytes = std::max(plan->workspace_bytes, Workspace(p, config).total);  // whichever runs
   return Status();
 }
@@ -224,11 +232,10 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
 
   if (config.two_passes()) {
-    const BackwardQuerySm90Config query{config.element, config.head_dim};
-    const int64_t row_blocks = ceil_div(p.seqlen_q, query.block_m()), tasks = row_blocks * p.num_heads_q * (p.batch + (p.q_layout == TW_PACKED));
-    params.num_query_tasks = static_cast<int32_t>(tasks);
+    const QueryPass query = query_pass(p, config);
+    params.num_query_tasks = static_cast<int32_t>(query.tasks);
     if (backward.score.window_right >= 0 && backward.score.window_left < 0)
-      params.query_section = static_cast<int32_t>(ceil_div(3 * processors, 2 * row_blocks));
+      params.query_section = static_cast<int32_t>(ceil_div(3 * processors, 2 * query.blocks));
     params.passes_overlap = p.sm_margin <= 0;  // or the second would take the multiprocessors that are to stay free
   }
 
