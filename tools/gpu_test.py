@@ -107,7 +107,7 @@ def run(part, options, deadline):
         except subprocess.TimeoutExpired:
             code = "out of time"
     text = open(log, errors="replace").read()
-    result = {"name": name, "seconds": round(time.perf_counter() - start, 1), "log": log, "text": ""}
+    result = {"name": name, "seconds": round(time.perf_counter() - start, 1), "log": os.path.basename(log), "text": ""}
     result.update(count(part, code, text))
     return result
 

@@ -83,9 +83,8 @@ def gpu(file: str) -> str:
   record = json.loads((ROOT / file).read_text(encoding="utf-8"))
   cells = [c for c in record["cells"] if c["group"] == "grid" and c["dtype"] == "bf16"]
   lengths = sorted({c["sq"] for c in cells})
-  same = "in the same run" if "note" not in record else "(of another run: see its note)"
   text = (f"From [{file}]({file}): {record['gpu']}, {record['date'][:10]}, torch {record['torch']}, cuDNN {record['cudnn']}, matrix product "
-          f"{record['ceilings']['matmul_bf16_tflops']:.0f} TFLOP/s {same}. bfloat16, {cells[0]['b'] * cells[0]['sq']:,} tokens, heads x "
+          f"{record['ceilings']['matmul_bf16_tflops']:.0f} TFLOP/s in the same run. bfloat16, {cells[0]['b'] * cells[0]['sq']:,} tokens, heads x "
           f"head dim = {cells[0]['hq'] * cells[0]['d']:,}, random normal data. TFLOP/s, and in brackets how many times the speed of the fastest "
           "of cuDNN, FlashAttention 2 (same run) and FlashAttention 3 ([measured before](bench/cases/fa3_h200.json), scaled by the matrix product).\n\n"
           "| | " + " | ".join(f"{s:,}" for s in lengths) + " |\n|---|" + "---|" * len(lengths) + "\n")
