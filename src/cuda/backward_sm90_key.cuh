@@ -339,10 +339,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, Backw
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  // The second pass starts when the blocks of the first are there, and those have waited for pre: its results are in the second-level cache,
-  // and no line of them in this multiprocessor's own, since nobody reads them before. (post beside a main kernel stands on the same.)
-  if (!p.second_pass) ptx::wait_for_previous_kernels();
-  ptx::let_next_kernel_start();
+  start_pass(p);
 
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   if (warpgroup == 0) {
@@ -363,8 +360,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, Backw
       blocks.release(n, lane);
     }
   }
-  // Whoever waits for the second pass waits for the first one, too.
-  if (p.second_pass && blockIdx.x == gridDim.x - 1) ptx::wait_for_previous_kernels();
+  end_pass(p);
 }
 
 }  // namespace tilewise::cuda

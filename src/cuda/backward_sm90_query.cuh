@@ -452,8 +452,7 @@ __global__ void __launch_bounds__(BackwardQuerySm90Config{kElement, kHeadDim}.nu
     ptx::mbarrier_init_fence();
   }
   __syncthreads();
-  ptx::wait_for_previous_kernels();
-  ptx::let_next_kernel_start();  // dK's: see there
+  start_pass(p);
 
   if (warpgroup == 0) {
     ptx::give_registers<C.kProducerRegisters>();
@@ -462,6 +461,7 @@ __global__ void __launch_bounds__(BackwardQuerySm90Config{kElement, kHeadDim}.nu
     ptx::take_registers<C.kConsumerRegisters>();
     QueryConsumerSm90<C>{p, shared, memory, warpgroup - 1, warp, lane}.run();
   }
+  end_pass(p);
 }
 
 }  // namespace tilewise::cuda

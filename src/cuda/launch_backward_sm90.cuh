@@ -27,24 +27,28 @@ int launch_backward_sm90_sums(const BackwardSm90Params& params, int num_blocks, 
   return start_backward_sm90<kElement, kHeadDim, DqSums::kAny, BackwardKind::kPlain>(params, num_blocks, stream);
 }
 
-// dq, then dk and dv: the first has the longer tasks. Where `passes_overlap`, the blocks of the second start where those of the first end.
+// dq, and dk and dv; the pass with the longer tasks first. Where `passes_overlap`, the blocks of the second start where those of the first end.
 template <Element kElement, int kHeadDim>
 int launch_backward_sm90_passes(BackwardSm90Params params, int num_blocks, void* stream) {
   const bool queries = params.backward.dq.data != nullptr, keys = params.backward.dk.data != nullptr || params.backward.dv.data != nullptr;
-  const auto start = [&]<auto kernel>(int tasks, int threads, int bytes, Start how) {
-    return launch<kernel>(params, std::min(num_blocks, tasks), threads, bytes, static_cast<cudaStream_t>(stream), how);
+  const auto start = [&]<auto kernel>(int tasks, int threads, int bytes, bool second) {
+    params.second_pass = second && params.passes_overlap;
+    return launch<kernel>(params, std::min(num_blocks, tasks), threads, bytes, static_cast<cudaStream_t>(stream),
+                          second && !params.passes_overlap ? Start::kInOrder : Start::kEarly);
   };
-  if (queries) {
+  const auto start_queries = [&](bool second) {
     constexpr BackwardQuerySm90Config C{kElement, kHeadDim};
-    const int error = start.template operator()<backward_sm90_query_kernel<kElement, kHeadDim>>(params.num_query_tasks, C.num_threads(),
-                                                                                                C.shared_bytes(), Start::kEarly);
-    if (error != 0) return error;
-  }
-  if (!keys) return cudaSuccess;
-  constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain, DqSums::kAny);
-  params.second_pass = queries && params.passes_overlap;
-  return start.template operator()<backward_sm90_key_kernel<kElement, kHeadDim>>(
-      params.num_tasks, C.num_threads(), C.shared_bytes(), queries && !params.passes_overlap ? Start::kInOrder : Start::kEarly);
+    return start.template operator()<backward_sm90_query_kernel<kElement, kHeadDim>>(params.num_query_tasks, C.num_threads(), C.shared_bytes(), second);
+  };
+  const auto start_keys = [&](bool second) {
+    constexpr BackwardSm90Config C = backward_sm90_config(kElement, kHeadDim, BackwardKind::kPlain, DqSums::kAny);
+    return start.template operator()<backward_sm90_key_kernel<kElement, kHeadDim>>(params.num_tasks, C.num_threads(), C.shared_bytes(), second);
+  };
+  int error = cudaSuccess;
+  if (keys && params.keys_first) error = start_keys(false);
+  if (error == cudaSuccess && queries) error = start_queries(keys && params.keys_first);
+  if (error == cudaSuccess && keys && !params.keys_first) error = start_keys(queries);
+  return error;
 }
 
 template <Element kElement, int kHeadDim>

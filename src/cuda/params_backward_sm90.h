@@ -18,10 +18,10 @@ struct BackwardSm90Params {
   int32_t num_tasks;            // key blocks of all heads, handed out by backward.ticket
   int32_t section;              // of heads that take turns, see find_key_block()
   BackwardKind kind;
-  // In two passes: query blocks of all heads, handed out by backward.ticket[1]; of heads that take turns; may the blocks of the second pass
-  // start where those of the first end; and is this kernel the second, which then waits for the first at its end only?
+  // In two passes: query blocks of all heads, handed out by backward.ticket[1]; of heads that take turns; is dk's pass the first; may the
+  // blocks of the second pass start where those of the first end; and is this kernel the second, which then waits for the first at its end only?
   int32_t num_query_tasks, query_section;
-  bool passes_overlap, second_pass;
+  bool keys_first, passes_overlap, second_pass;
 };
 
 }  // namespace tilewise::cuda

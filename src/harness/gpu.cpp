@@ -194,12 +194,15 @@ void GpuTensors::download(const tw_tensor* host) const {
   throw std::runtime_error("a tensor that was never copied to the GPU");
 }
 
-void GpuTensors::keep() {
-  kept_.clear();
-  for (const Copy& copy : copies_) kept_.emplace_back(copy.memory.size()).copy(copy.memory);
+void GpuTensors::keep(int place) {
+  std::deque<GpuMemory>& kept = kept_[place];
+  for (size_t n = 0; n < copies_.size(); ++n) {
+    if (n == kept.size()) kept.emplace_back(copies_[n].memory.size());
+    kept[n].copy(copies_[n].memory);
+  }
 }
-void GpuTensors::restore() const {
-  for (size_t n = 0; n < kept_.size(); ++n) copies_[n].memory.copy(kept_[n]);
+void GpuTensors::restore(int place) const {
+  for (size_t n = 0; n < kept_[place].size(); ++n) copies_[n].memory.copy(kept_[place][n]);
 }
 
 }  // namespace tilewise::harness

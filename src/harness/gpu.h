@@ -84,8 +84,9 @@ class GpuTensors {
   void upload() const;                                        // add() does it once
   void download() const;
   void download(const tw_tensor* host) const;                 // one of them
-  void keep();           // as they are there now
-  void restore() const;  // as they were when kept; on the default stream, does not wait
+  // As they are there now, and as they were then, in one of two places; on the default stream, without waiting (but keep() the first time).
+  void keep(int place = 0);
+  void restore(int place = 0) const;
 
  private:
   struct Copy {
@@ -95,7 +96,7 @@ class GpuTensors {
     tw_tensor there;
   };
   std::deque<Copy> copies_;  // their addresses stay
-  std::deque<GpuMemory> kept_;
+  std::deque<GpuMemory> kept_[2];
 };
 
 // Runs the plan `times` times, waits, and tells the seconds of one run, as the GPU counts them.

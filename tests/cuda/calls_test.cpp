@@ -33,6 +33,7 @@ const char* const kProblems[] = {
     "bwd DTYPE b=1 hq=4 hk=4 sq=1000 sk=1025 d=128 deterministic",
     "bwd DTYPE b=1 hq=2 sq=257 sk=511 d=256 causal deterministic",
     "bwd DTYPE b=2 hq=4 sq=1000 sk=1025 d=256 deterministic",
+    "bwd DTYPE b=2 hq=4 hk=2 sq=1000 sk=1025 d=256 deterministic",
     "bwd DTYPE b=2 hq=4 hk=2 sq=300 sk=333 d=128 dropout=0.2 rng_state deterministic",
     "bwd DTYPE b=2 hq=4 hk=2 sq=300 sk=333 d=64 softcap=20 alibi=bh bias=f32:bhqk sink dbias dalibi dsink dlse deterministic",
     "bwd DTYPE b=7 hq=4 hk=1 sq=200 sk=210 d=64 packed_q=900 packed_k=800 causal deterministic",
