@@ -24,6 +24,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = ("bf16", "f16", "f32")
 TOKENS, WIDTH = 16384, 2048  # batch * length and heads * head_dim of the grid
 PEERS = ("cudnn", "flash", "efficient")
+# attn_mask: its problem text, its full dimensions of b, h, s, s, its type. "padding" hides the last keys of each sequence, "mask" a tenth of all pairs.
+BIASES = {"bias": ("bias=bf16:hqk", "hqk", "bf16"), "mask": ("mask=qk", "qk", "bool"), "padding": ("mask=bk", "bk", "bool"),
+          "dbias": ("bias=bf16:hqk dbias", "hqk", "bf16")}  # fmt: skip
 EXTRAS = ("over_best", "over_fa3", "sm80_over_flash", "kept")  # further ratios of a cell, where it has them
 
 
@@ -36,8 +39,8 @@ def skip(reason):
 
 
 def cell(group, direction, dtype, b, hq, hk, sq, sk, d, **options):
-    options = {"causal": False, "dropout": 0.0, "deterministic": False, **options}
-    mask = "causal" if options["causal"] else "full"
+    options = {"causal": False, "dropout": 0.0, "deterministic": False, "bias": "", **options}
+    mask = options["bias"] or ("causal" if options["causal"] else "full")
     name = "%s %s %s b%d h%d%s s%d%s d%d %s" % (
         group, direction, dtype, b, hq, "/%d" % hk if hk != hq else "", sq, "" if sk == sq else "x%d" % sk, d, mask)  # fmt: skip
     return {"name": name, "group": group, "pass": direction, "dtype": dtype, "b": b, "hq": hq, "hk": hk, "sq": sq, "sk": sk,
@@ -73,6 +76,10 @@ def all_cells(quick):
     for causal in (False, True):
         for direction in ("fwd", "bwd"):
             cells.append(cell("gqa", direction, "bf16", 2, 64, 8, 8192, 8192, 128, causal=causal))
+    for d in (64, 128, 256):
+        for bias in list(BIASES)[:2] if quick else BIASES:
+            for direction in ("bwd",) if bias == "dbias" else ("fwd", "bwd"):
+                cells.append(square("mask", direction, "bf16", 4096, d, bias=bias))
     decode = ((1, 4096), (1, 131072), (64, 8192)) if quick else (
         (1, 4096), (1, 16384), (1, 131072), (4, 8192), (16, 4096), (64, 8192), (128, 2048))  # fmt: skip
     cells += [cell("decode", "fwd", "bf16", b, 32, 8, 1, sk, 128) for b, sk in decode]
@@ -94,7 +101,7 @@ def implementations(c, torch, tilewise):
 
     def ours(dropout=c["dropout"], deterministic=c["deterministic"]):
         def run(q, k, v):
-            return tilewise.attention(q, k, v, causal=c["causal"], dropout_p=dropout, deterministic=deterministic)
+            return tilewise.attention(q, k, v, causal=c["causal"], dropout_p=dropout, deterministic=deterministic, bias=c.get("tensor"))
 
         return run
 
@@ -102,7 +109,7 @@ def implementations(c, torch, tilewise):
         def run(q, k, v):
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             with sdpa_kernel(backend):
-                o = F.scaled_dot_product_attention(q, k, v, is_causal=c["causal"], dropout_p=c["dropout"],
+                o = F.scaled_dot_product_attention(q, k, v, attn_mask=c.get("tensor"), is_causal=c["causal"], dropout_p=c["dropout"],
                                                    enable_gqa=c["hq"] != c["hk"])  # fmt: skip
             return o.transpose(1, 2)
 
@@ -122,6 +129,8 @@ def implementations(c, torch, tilewise):
             continue  # they take 16 bits only
         if c["hq"] != c["hk"] and name == "efficient":
             continue  # takes equal heads only
+        if c["bias"] and name == "flash":
+            continue  # takes no mask
         found[name] = peer(backend)
     return found
 
@@ -184,6 +193,8 @@ def prepare(c, torch, function, sets, deterministic_torch):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         o = function(*leaves)
+    if c["bias"] == "dbias":
+        leaves.append(c["tensor"])
 
     def call(_):
         with torch.enable_grad():
@@ -193,6 +204,15 @@ def prepare(c, torch, function, sets, deterministic_torch):
         return grads
 
     return call
+
+
+def attn_mask(c, torch):
+    _, dims, kind = BIASES[c["bias"]]
+    sizes = [size if name in dims else 1 for name, size in zip("bhqk", (c["b"], c["hq"], c["sq"], c["sk"]))]
+    if c["bias"] == "padding":
+        return (torch.arange(c["sk"], device="cuda") < torch.randint(c["sk"] // 2, c["sk"] + 1, (c["b"], 1), device="cuda")).view(sizes)
+    x = torch.randn(sizes, device="cuda")
+    return x > -1.2816 if kind == "bool" else x.to(torch.bfloat16).requires_grad_(c["bias"] == "dbias")
 
 
 def measure(c, torch, tilewise, seconds):
@@ -206,6 +226,7 @@ def measure(c, torch, tilewise, seconds):
 
     sets = [(random(c["sq"], c["hq"]), random(c["sk"], c["hk"]), random(c["sk"], c["hk"]),
              random(c["sq"], c["hq"]) if c["pass"] == "bwd" else None) for _ in range(count)]  # fmt: skip
+    problem, c = c, dict(c, tensor=attn_mask(c, torch)) if c["bias"] else c
     timed, failed, first = {}, {}, {}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -241,7 +262,7 @@ def measure(c, torch, tilewise, seconds):
                 for t in timed.values():
                     t.times.append(t.run())
     torch.cuda.synchronize()
-    result = dict(c, flops=flops(c), results={}, failed=failed)
+    result = dict(problem, flops=flops(c), results={}, failed=failed)
     for name, t in timed.items():
         ms = statistics.median(t.times)
         row = {"ms": round(ms, 5), "tflops": round(flops(c) / ms * 1e-9, 1), "rounds": len(t.times), "graph": t.graph is not None}
@@ -269,6 +290,8 @@ def kernel_of(c, tilewise):
     text = "%s %s cuda b=%d hq=%d hk=%d sq=%d sk=%d d=%d%s%s%s" % (
         c["pass"], c["dtype"], c["b"], c["hq"], c["hk"], c["sq"], c["sk"], c["d"], " causal" if c["causal"] else "",
         " dropout=%g" % c["dropout"] if c["dropout"] else "", " deterministic" if c["deterministic"] else "")  # fmt: skip
+    if c["bias"]:
+        text += " " + BIASES[c["bias"]][0]
     if c["pass"] == "fwd":
         text += " no_lse"
     try:
