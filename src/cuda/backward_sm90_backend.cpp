@@ -236,7 +236,8 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
     params.num_query_tasks = static_cast<int32_t>(query.tasks);
     if (backward.score.window_right >= 0 && backward.score.window_left < 0)
       params.query_section = static_cast<int32_t>(ceil_div(3 * processors, 2 * query.blocks));
-    params.keys_first = p.num_heads_q > p.num_heads_k;  // a key block then has the tiles of several heads: the longer task
+    // A key block of several heads' tiles is the longer task: where these are few, dq is to fill the multiprocessors that they leave.
+    params.keys_first = p.num_heads_q > p.num_heads_k && plan.num_tasks <= 2 * processors;
     params.passes_overlap = p.sm_margin <= 0;  // or the second would take the multiprocessors that are to stay free
   }
 
