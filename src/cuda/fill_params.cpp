@@ -102,6 +102,12 @@ bool rows_aligned(const tw_tensor& x) {
   return true;
 }
 
+bool bias_copies(const ScoreParams& s) {
+  const auto aligned = [&](int64_t stride) { return stride * dtype_size(s.bias_dtype) % 16 == 0; };
+  return s.bias != nullptr && s.bias_key == 1 && reinterpret_cast<uintptr_t>(s.bias) % 16 == 0 && aligned(s.bias_batch) && aligned(s.bias_head) &&
+         aligned(s.bias_row);
+}
+
 int32_t heads_together(int64_t heads, double most) {
   if (heads <= 0) return 1;
   const auto size = static_cast<int64_t>(std::clamp(most, 1.0, static_cast<double>(heads)));

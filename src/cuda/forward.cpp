@@ -204,6 +204,7 @@ Status prepare_forward(const tw_problem& p, const tw_tensors& t, int64_t pack, i
   params->o_is_float = t.o->dtype == TW_FLOAT32 && p.dtype != TW_FLOAT32;
   params->aligned = (p.rotary_dim > 0 ? p.head_dim * dtype_size(p.dtype) % 16 == 0 : rows_aligned(*t.q)) && rows_aligned(*t.k) && rows_aligned(*t.v);
   params->o_aligned = !params->o_is_float && rows_aligned(*t.o);
+  params->bias_in_tiles = bias_copies(params->score);
   params->head_dim = static_cast<int32_t>(p.head_dim);
   params->head_dim_v = static_cast<int32_t>(p.head_dim_v);
   params->lse = row_scalar(t.lse);

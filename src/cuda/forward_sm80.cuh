@@ -14,6 +14,7 @@
 #include "cuda/config_sm80.h"
 #include "cuda/params.h"
 #include "cuda/ptx/grid.cuh"
+#include "cuda/tile/bias_tile.cuh"
 #include "cuda/tile/copy.cuh"
 #include "cuda/tile/dropout.cuh"
 #include "cuda/tile/element.cuh"
@@ -60,6 +61,7 @@ struct ForwardKernel {
   int b, head_k, first_head, first_row, split;  // first_head: of the packed heads; first_row: packed row
   DeviceSequence s;
   int warp, lane;
+  uint32_t s_bias;  // tile of the bias; 0: there is none in shared memory
   bool natural;  // logits carry the scale already, as softcap, ALiBi, bias and a scale <= 0 need it
 
   // Warps 32 threads apart by four share a scheduler: with a mask to the right, whose later rows see more, each gets as much.
@@ -133,35 +135,61 @@ struct ForwardKernel {
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[m][n][e] = score.softcap * tanh_of<T>(x[m][n][e] * inverse);
     }
-    if (score.alibi == nullptr && score.bias == nullptr) return;
+    if (score.alibi)
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = warp_row(m, half);
-        const int i = query(r);
-        if (i >= s.seqlen_q) continue;  // no such row in bias
-        const ScoreRow row = score_row(score, s, b, head(r), i);
-        const int j1 = j0 + 2 * (lane & 3);
-        if (score.alibi) {
-          const float distance = static_cast<float>(i + s.seqlen_k - s.seqlen_q - j1);
+        const float slope = score.alibi[b * score.alibi_batch + head(r) * score.alibi_head];
+        const float distance = static_cast<float>(query(r) + s.seqlen_k - s.seqlen_q - j0 - 2 * (lane & 3));
 #pragma unroll
-          for (int n = 0; n < kN; ++n)
+        for (int n = 0; n < kN; ++n)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) x[m][n][2 * half + e] -= row.slope * fabsf(distance - (n * 8 + e));
-        }
-        if (score.bias) {
+          for (int e = 0; e < 2; ++e) x[m][n][2 * half + e] -= slope * fabsf(distance - (n * 8 + e));
+      }
+    if (score.bias) with_bias(score, [&](const auto* bias) { add_bias(x, j0, bias); });
+  }
+
+  template <class B>
+  __device__ __forceinline__ void add_bias(float (&x)[kM][kN][4], int j0, const B* bias) const {
+    using Tile = BiasTile<C.block_m, C.block_n>;
+    const ScoreParams& score = p.score;
+    const int column = 2 * (lane & 3), pitch = Tile::one_row(score, p.pack) ? 0 : Tile::pitch(sizeof(B));
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp_row(m, half);
+        const auto add = [&](int n, int e, float value) {  // not a sum: the logit of a hidden key may be NaN
+          float& logit = x[m][n][2 * half + e];
+          logit = value == kMinusInf ? kMinusInf : logit + value;
+        };
+        if (s_bias != 0) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            const float2 pair = shared_bias_pair(s_bias + r * pitch + (n * 8 + column) * sizeof(B), bias);
+            add(n, 0, pair.x), add(n, 1, pair.y);
+          }
+        } else {
+          const B* row = bias + bias_offset(r) + (j0 + column) * score.bias_key;
+          const int keys = query(r) < s.seqlen_q ? s.seqlen_k - j0 - column : 0;  // of others, anything: they are masked
 #pragma unroll
           for (int n = 0; n < kN; ++n)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-              if (j1 + n * 8 + e < s.seqlen_k) {
-                const float bias = load_bias(score, row.bias + (j1 + n * 8 + e) * score.bias_key);
-                float& logit = x[m][n][2 * half + e];
-                logit = bias == kMinusInf ? kMinusInf : logit + bias;  // not a sum: the logit of a hidden key may be NaN
-              }
+              if (n * 8 + e < keys) add(n, e, bias_of(row[(n * 8 + e) * score.bias_key]));
         }
       }
+  }
+  __device__ __forceinline__ int64_t bias_offset(int r) const {
+    return b * p.score.bias_batch + head(r) * p.score.bias_head + query(r) * p.score.bias_row;
+  }
+  __device__ __forceinline__ void load_bias_tile(int j0) const {
+    if constexpr (kGeneral)
+      if (s_bias != 0)
+        BiasTile<C.block_m, C.block_n>::load(s_bias, p.score, p.pack, j0, s.seqlen_k - j0, C.num_threads(),
+                                             [&](int r) { return query(r) < s.seqlen_q ? bias_offset(r) : int64_t{-1}; });
   }
 
   __device__ __forceinline__ void mask(float (&x)[kM][kN][4], int j0) const {
@@ -527,6 +555,7 @@ struct ForwardKernel {
         __syncthreads();  // every thread has read Q where K and V will be
       }
       load_keys(p.k, k, k_arrives, (tiles.end - 1) * C.block_n, p.head_dim);
+      load_bias_tile((tiles.end - 1) * C.block_n);
       if (kStaged) load_keys(p.v, v, s_v, (tiles.end - 1) * C.block_n, p.head_dim_v);
       ptx::cp_async_commit();
       if constexpr (kStaged) __syncthreads();  // marks are zero before another thread sets one
@@ -612,11 +641,9 @@ struct ForwardKernel {
           if (sees) multiply_rows<T, kSteps, kUnroll>(x, lane_q, lane_k);
 
           bool masked = is_masked(j0);
-          if constexpr (kGeneral) {
-            options(x, j0);
-            masked |= p.score.bias != nullptr;  // a boolean mask, or -inf
-          }
+          if constexpr (kGeneral) options(x, j0);
           if (masked) mask(x, j0);
+          if constexpr (kGeneral) masked |= p.score.bias != nullptr;  // a boolean mask, or -inf
 
           ptx::cp_async_wait<0>();
           bool nonfinite = false;
@@ -630,7 +657,10 @@ struct ForwardKernel {
             nonfinite = __syncthreads_or(KCopy::remove_nonfinite(s_v, marks));
           else
             __syncthreads();  // V is here, and every warp is done with K
-          if (tile > tiles.begin) load_keys(p.k, k, k_arrives, j0 - C.block_n, p.head_dim);
+          if (tile > tiles.begin) {
+            load_keys(p.k, k, k_arrives, j0 - C.block_n, p.head_dim);
+            load_bias_tile(j0 - C.block_n);
+          }
           ptx::cp_async_commit();
 
           if (!sees) {
@@ -666,6 +696,7 @@ __device__ __forceinline__ void forward_sm80_block(const ForwardParams& p, unsig
   if (kernel.first_row >= kernel.s.capacity_q * pack) return;
   kernel.head_k = kernel.first_head / (p.sequence.num_heads_q / p.sequence.num_heads_k);
   kernel.natural = Kernel::kGeneral && (p.score.softcap > 0 || p.score.alibi || p.score.bias || !(p.score.scale > 1e-30f));
+  kernel.s_bias = Kernel::kGeneral && p.bias_in_tiles ? ptx::shared_address(shared) + C.shared_bytes() : 0;
   kernel.run(ptx::shared_address(shared),
              reinterpret_cast<uint32_t*>(shared + C.shared_bytes() - C.block_n * 4));
 }

@@ -17,14 +17,15 @@ enum class Start {
 };
 
 // `kernel` is a template argument so that the flags are kept per kernel: one bit a device that permitted it.
+// `most_shared_bytes`: of any launch of this kernel, where they differ.
 template <auto kernel, class Params>
 cudaError_t launch(const Params& params, int64_t num_blocks, int num_threads, int shared_bytes, cudaStream_t stream,
-                   Start start = Start::kInOrder) {
+                   Start start = Start::kInOrder, int most_shared_bytes = 0) {
   if (num_blocks == 0) return cudaSuccess;
   if (num_blocks > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > 48 * 1024) {
+  if (const int most = shared_bytes > most_shared_bytes ? shared_bytes : most_shared_bytes; most > 48 * 1024) {
     static uint64_t permitted = 0;
-    if (const int error = permit_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes, &permitted); error != 0)
+    if (const int error = permit_shared_bytes(reinterpret_cast<const void*>(kernel), most, &permitted); error != 0)
       return static_cast<cudaError_t>(error);
   }
   cudaLaunchConfig_t config = {};

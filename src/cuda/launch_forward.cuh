@@ -5,6 +5,19 @@
 
 namespace tilewise::cuda {
 
+// With a bias, its tiles lie behind the rest of shared memory if that leaves room for them.
+template <ForwardConfig C, auto kernel>
+int start_forward(ForwardParams params, int64_t num_blocks, int limit, void* stream) {
+  int bytes = C.shared_bytes();
+  const bool general = C.kind == ForwardKind::kGeneral || C.kind == ForwardKind::kFewRows;
+  if (general && params.bias_in_tiles) {
+    const int tile = BiasTile<C.block_m, C.block_n>::bytes(bias_bytes(params.score.bias_dtype));
+    params.bias_in_tiles = bytes + tile <= limit;
+    if (params.bias_in_tiles) bytes += tile;
+  }
+  return launch<kernel>(params, num_blocks, C.num_threads(), bytes, static_cast<cudaStream_t>(stream), Start::kInOrder, general ? limit : 0);
+}
+
 template <Element kElement, ForwardKind kKind, int kHeadDim, bool kSmall>
 int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream) {
   constexpr ForwardConfig C = forward_config(kElement, kKind, kHeadDim, kSmall);
@@ -14,8 +27,7 @@ int launch_forward(const ForwardParams& params, int64_t num_blocks, void* stream
   else if constexpr (kSmall && kElement == Element::kFloat32 && (kKind == ForwardKind::kPlain || kKind == ForwardKind::kDropout))
     return launch_forward<kElement, ForwardKind::kGeneral, kHeadDim, true>(params, num_blocks, stream);  // one kernel to compile
   else
-    return launch<forward_sm80_kernel<kElement, kKind, kHeadDim, kSmall>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
-                                                                  static_cast<cudaStream_t>(stream));
+    return start_forward<C, forward_sm80_kernel<kElement, kKind, kHeadDim, kSmall>>(params, num_blocks, kSmall ? kSharedLimit : kSharedLimitLarge, stream);
 }
 
 template <Element kElement, ForwardKind kKind, int kHeadDim>
@@ -25,8 +37,7 @@ int launch_forward_roomy(const ForwardParams& params, int64_t num_blocks, void* 
   if constexpr (C.shared_bytes() <= kSharedLimitLarge)
     return launch_forward<kElement, kKind, kHeadDim, false>(params, num_blocks, stream);
   else
-    return launch<forward_sm80_roomy_kernel<kElement, kKind, kHeadDim>>(params, num_blocks, C.num_threads(), C.shared_bytes(),
-                                                                        static_cast<cudaStream_t>(stream));
+    return start_forward<C, forward_sm80_roomy_kernel<kElement, kKind, kHeadDim>>(params, num_blocks, kSharedLimitRoomy, stream);
 }
 
 }  // namespace tilewise::cuda

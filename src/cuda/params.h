@@ -67,6 +67,7 @@ struct ForwardParams {
   bool o_is_float;  // o in float32, q in 16 bits
   bool aligned;     // q, k, v: rows of whole 16-byte chunks at multiples of 16 bytes: the fast copies work
   bool o_aligned;   // o likewise, and of q's type
+  bool bias_in_tiles;  // there is shared memory for tiles of the bias, and 16-byte copies of its rows work
   int32_t head_dim, head_dim_v;
   RowScalar lse;
   float* max_logit;  // [batch, head], holds -inf when the kernel starts

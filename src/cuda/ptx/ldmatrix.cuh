@@ -47,6 +47,12 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t address) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ float load_shared_4(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");

@@ -255,6 +255,17 @@ struct GradientSm80 {
       const float2 lse = ptx::load_shared_8(s_lse + query_column(n) * 4);
       const float2 delta = ptx::load_shared_8(s_lse + (kBlockM + query_column(n)) * 4);
       if (drops && n % 2 == 0) numbers = draw_numbers(draws, i0 + query_column(n));
+      float biases[kM][4] = {};
+      if (score.bias)
+        with_bias(score, [&](const auto* bias) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int i = i0 + query_column(n) + (e & 1), j = j0 + key_row(m, e >> 1);
+              if (i < s.seqlen_q && j < s.seqlen_k) biases[m][e] = bias_of(bias[bias_base + i * score.bias_row + j * score.bias_key]);
+            }
+        });
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -270,10 +281,9 @@ struct GradientSm80 {
           }
           const float distance = fabsf(static_cast<float>(i + s.seqlen_k - s.seqlen_q - j));
           if (score.alibi) logit -= slope * distance;
-          if (score.bias && sees) {
-            const float bias = load_bias(score, bias_base + i * score.bias_row + j * score.bias_key);
-            sees = bias != kMinusInf;
-            logit += bias;
+          if (score.bias) {
+            sees = sees && biases[m][e] != kMinusInf;
+            logit += biases[m][e];
           }
           const float probability = ptx::exp2_approx(fmaf(logit, kLog2E, column ? -lse.y : -lse.x));
           float dropped = probability, change = dp[m][n][e];  // P and dP after dropout

@@ -17,14 +17,28 @@ __device__ __forceinline__ float tanh_of(float x) {
   return 1.f - 2.f * ptx::reciprocal_approx(ptx::exp2_approx(x * (2 * kLog2E)) + 1.f);
 }
 
-// Bias of (row, key): a float, or 0 / -inf from a boolean mask. Branches are uniform: one dtype per launch.
-__device__ __forceinline__ float load_bias(const ScoreParams& p, int64_t offset) {
+// An element of the bias: a float, or 0 / -inf of a boolean mask.
+__device__ __forceinline__ float bias_of(float x) { return x; }
+__device__ __forceinline__ float bias_of(ptx::float16 x) { return ptx::to_float(x); }
+__device__ __forceinline__ float bias_of(ptx::bfloat16 x) { return ptx::to_float(x); }
+__device__ __forceinline__ float bias_of(uint8_t x) { return x != 0 ? 0.f : kMinusInf; }
+
+TW_HOST_DEVICE inline int bias_bytes(int32_t dtype) { return dtype == TW_FLOAT32 ? 4 : dtype == TW_BOOL ? 1 : 2; }  // an element
+
+// Calls `use` with the pointer of the bias's type: one branch, uniform, for many loads, so that they can be under way together.
+template <class Use>
+__device__ __forceinline__ void with_bias(const ScoreParams& p, const Use& use) {
   switch (p.bias_dtype) {
-    case TW_FLOAT32: return static_cast<const float*>(p.bias)[offset];
-    case TW_FLOAT16: return ptx::to_float(static_cast<const ptx::float16*>(p.bias)[offset]);
-    case TW_BFLOAT16: return ptx::to_float(static_cast<const ptx::bfloat16*>(p.bias)[offset]);
-    default: return static_cast<const uint8_t*>(p.bias)[offset] != 0 ? 0.f : kMinusInf;
+    case TW_FLOAT32: return use(static_cast<const float*>(p.bias));
+    case TW_FLOAT16: return use(static_cast<const ptx::float16*>(p.bias));
+    case TW_BFLOAT16: return use(static_cast<const ptx::bfloat16*>(p.bias));
+    default: return use(static_cast<const uint8_t*>(p.bias));
   }
+}
+__device__ __forceinline__ float load_bias(const ScoreParams& p, int64_t offset) {
+  float value = 0.f;
+  with_bias(p, [&](const auto* bias) { value = bias_of(bias[offset]); });
+  return value;
 }
 
 // What is fixed for one row: its query, head and keys.
