@@ -80,6 +80,9 @@ std::vector<Check> forward_cases() {
     for (const char* sq : {" sq=1", " sq=3", " sq=64"})
       for (const char* rest : {"", " causal", " seqused_k sink", " splits=5 seqused_k", " splits=3 causal sink maxlogit", " splits=7 alibi=h window=300,-1", " splits=128 leftpad seqused_k", " pages=400x16 seqused_k", " cache_batch=5 cache_batch_idx seqused_k causal softcap=9"})
         both(decode + sq + rest);
+    // Rows of several heads in a tile, and a bias or mask whose rows can be copied.
+    for (const char* rest : {" sq=1 mask=bhqk", " sq=3 bias=bf16:hqk", " sq=3 splits=3 mask=bk", " sq=64 bias=f32:bhqk causal", " sq=64 splits=4 mask=hqk seqused_k"})
+      both(std::string("b=3 hq=8 hk=2 sk=1504 d=") + d + rest);
     for (const char* sq : {" sq=1", " sq=5", " sq=130"})
       for (const char* rest : {"", " rotary=16", " rotary=32,interleaved causal", " rotary=64 rotary_seqlens causal", " leftpad causal", " pages=400x16 rotary=8 causal", " cache_batch=5 cache_batch_idx rotary=64"})
         both(std::string("b=3 hq=4 hk=2 sk=300 new=5 seqused_k d=") + d + sq + rest);
