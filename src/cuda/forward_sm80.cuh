@@ -161,9 +161,9 @@ struct ForwardKernel {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = warp_row(m, half);
-        const auto add = [&](int n, int e, float value) {  // not a sum: the logit of a hidden key may be NaN
+        const auto add = [&](int n, int e, float value) {
           float& logit = x[m][n][2 * half + e];
-          logit = value == kMinusInf ? kMinusInf : logit + value;
+          logit = sizeof(B) == 1 && value == kMinusInf ? kMinusInf : logit + value;  // what a boolean mask hides may be NaN
         };
         if (s_bias != 0) {
 #pragma unroll
@@ -173,7 +173,7 @@ struct ForwardKernel {
           }
         } else {
           const B* row = bias + bias_offset(r) + (j0 + column) * score.bias_key;
-          const int keys = query(r) < s.seqlen_q ? s.seqlen_k - j0 - column : 0;  // of others, anything: they are masked
+          const int keys = query(r) < s.seqlen_q ? s.seqlen_k - j0 - column : 0;  // of other rows, anything: nobody reads them
 #pragma unroll
           for (int n = 0; n < kN; ++n)
 #pragma unroll
@@ -643,7 +643,7 @@ struct ForwardKernel {
           bool masked = is_masked(j0);
           if constexpr (kGeneral) options(x, j0);
           if (masked) mask(x, j0);
-          if constexpr (kGeneral) masked |= p.score.bias != nullptr;  // a boolean mask, or -inf
+          if constexpr (kGeneral) masked |= p.score.bias != nullptr && p.score.bias_dtype == TW_BOOL;
 
           ptx::cp_async_wait<0>();
           bool nonfinite = false;

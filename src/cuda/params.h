@@ -47,7 +47,7 @@ struct ScoreParams {
   float softcap;     // 0 = off
   int32_t window_left, window_right;  // -1 = unbounded; causal: right = 0
   const void* bias;                   // broadcast dimensions have stride 0
-  int32_t bias_dtype;                 // tw_dtype
+  int32_t bias_dtype;                 // tw_dtype; TW_BOOL: a mask. Without a bias, not that
   int64_t bias_batch, bias_head, bias_row, bias_key;
   const float* alibi;
   int64_t alibi_batch, alibi_head;

@@ -282,7 +282,7 @@ struct GradientSm80 {
           const float distance = fabsf(static_cast<float>(i + s.seqlen_k - s.seqlen_q - j));
           if (score.alibi) logit -= slope * distance;
           if (score.bias) {
-            sees = sees && biases[m][e] != kMinusInf;
+            sees = sees && (score.bias_dtype != TW_BOOL || biases[m][e] != kMinusInf);
             logit += biases[m][e];
           }
           const float probability = ptx::exp2_approx(fmaf(logit, kLog2E, column ? -lse.y : -lse.x));

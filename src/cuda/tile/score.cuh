@@ -59,7 +59,7 @@ __device__ __forceinline__ ScoreRow score_row(const ScoreParams& p, const Device
 // Is the pair visible? For the rare path of non-finite keys.
 __device__ __forceinline__ bool visible(const ScoreParams& p, const ScoreRow& row, int j) {
   if (j < row.keys.begin || j >= row.keys.end) return false;
-  return !p.bias || load_bias(p, row.bias + j * p.bias_key) != kMinusInf;
+  return p.bias_dtype != TW_BOOL || static_cast<const uint8_t*>(p.bias)[row.bias + j * p.bias_key] != 0;
 }
 
 // Logit before ALiBi, bias and mask, in natural units.
