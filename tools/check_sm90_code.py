@@ -66,7 +66,7 @@ def read(code, loaded):
 
 
 def faults(name, code):
-    # First tile; the steps inside a tile, without and with a mask (ScoreKind::kGeneral: one for both; kWhole: no mask), and the one
+    # First tile; the steps inside a tile, without and with a mask (ScoreKind::kGeneral and kBias: one for both; kWhole: no mask), and the one
     # across tiles; last product.
     steps = 3 if "ScoreKindE0" in name else 2
     pipeline = ["start", "fence", "wait0"] + ["fence", "fence", "wait1", "wait0"] * steps + ["fence", "wait0"]

@@ -57,6 +57,42 @@ def test_mixed_devices_are_refused_by_name():
         tilewise.attention_varlen(q[0], k[0, :300], v[0, :300], cu_seqlens_q=cu, cu_seqlens_k=cu)
 
 
+@pytest.mark.parametrize("kind", ["left padding", "right padding", "causal", "both", "rows", "documents", "half", "far below"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hidden_by_a_bias(dtype, kind):
+    """Whole tiles, rows and matrices hidden by -inf, by the most negative number of the bias's type, or by a mask."""
+    b, s, j = 3, 448, torch.arange(448)
+    hide = torch.zeros(b, 1, s, s, dtype=torch.bool)
+    if kind in ("left padding", "both"):
+        hide |= (j < torch.tensor([0, 100, 447])[:, None])[:, None, None]
+    if kind == "right padding":
+        hide |= (j >= torch.tensor([1, 100, 448])[:, None])[:, None, None]
+    if kind in ("causal", "both"):
+        hide |= j > j[:, None]
+    if kind == "rows":
+        hide[:, :, ::3] = True
+    if kind == "documents":
+        hide |= j // 96 != j[:, None] // 96
+    if kind == "half":
+        hide[:, :, 1::2, 200:] = True
+    for d in (64, 128, 256):
+        q, k, v = [x.to(dtype) for x in (torch.randn(b, s, 2, d), torch.randn(b, s, 1, d), torch.randn(b, s, 1, d))]
+        for added in (torch.bool, torch.float32, dtype):
+            for low in (None,) if added == torch.bool else (-torch.inf, torch.finfo(added).min):
+                for causal in (False, True) if kind == "documents" else (False,):
+                    shift = torch.tensor([300.0, 20000.0, 60000.0] if kind == "far below" else [0.0] * 3)[:, None, None, None]
+                    bias = ~hide if low is None else (torch.randn(b, 1, s, s) - shift).to(added).masked_fill(hide, low)
+                    bias = bias[:, :, :1].contiguous() if kind == "right padding" else bias
+                    o, lse = tilewise.attention(q, k, v, bias=bias, causal=causal, return_lse=True)
+                    want_o, want_lse = oracle.attention(q, k, v, bias=bias, causal=causal)
+                    # Logits near -65504 are rounded to 2^-8 in float32.
+                    near = 0.02 if dtype == torch.bfloat16 or (low == -65504 and not causal) else 0.004
+                    near *= 4 if kind == "far below" else 1
+                    where = "d %d, %s, %s, causal %d" % (d, added, low, causal)
+                    torch.testing.assert_close(o.double(), want_o, atol=near, rtol=0, msg=where)
+                    torch.testing.assert_close(lse.double(), want_lse, atol=2e-5, rtol=2e-5, msg=where)
+
+
 def test_lists_of_lengths_go_to_the_device():
     q, k, v = inputs()
     want = tilewise.attention(q, k, v, seqused_k=torch.tensor([5, 333], dtype=torch.int32))

@@ -16,13 +16,14 @@ enum class ScoreKind : int {
   kPlain,    // scale, windows, sinks
   kGeneral,  // also softcap, ALiBi, max_logit, a negative scale
   kWhole,    // scale alone, and no edges: all rows of all tiles exist and see all keys, whole key tiles; a tile has one block
+  kBias,     // kGeneral and a bias or a boolean mask
 };
 
 enum class Sm90Shape : int {
   kD64,        // long sequences
   kD64Short,   // more rows a block and smaller key tiles: less waste at the ends
   kD64Causal,  // the same without turns: warpgroups have different numbers of tiles, and would wait for each other
-  kD64General, // ScoreKind::kGeneral: its registers
+  kD64General, // ScoreKind::kGeneral and kBias: their registers
   kD128,
   kD128Short,  // the same, with half the keys a tile: less of a causal tile is masked
   kD256,
@@ -46,7 +47,9 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int block_m() const { return 64 * consumers; }
   TW_HOST_DEVICE constexpr int panels() const { return head_dim / 64; }  // of 64 columns, 128 bytes a row
   TW_HOST_DEVICE constexpr int num_threads() const { return 128 * (consumers + 1); }
-  TW_HOST_DEVICE constexpr bool general() const { return score == ScoreKind::kGeneral; }
+  TW_HOST_DEVICE constexpr bool general() const { return score == ScoreKind::kGeneral || biased(); }
+  TW_HOST_DEVICE constexpr bool biased() const { return score == ScoreKind::kBias; }
+  TW_HOST_DEVICE constexpr bool drops() const { return general() && !(biased() && head_dim > 128); }  // is dropout compiled? registers
   TW_HOST_DEVICE constexpr bool whole() const { return score == ScoreKind::kWhole; }
   TW_HOST_DEVICE constexpr bool ones() const { return row_sum == RowSum::kOnesColumn; }
   TW_HOST_DEVICE constexpr int pv_columns() const { return head_dim + (ones() ? 8 : 0); }
@@ -62,8 +65,8 @@ struct ForwardSm90Config {
   }
 
   // The producer's warps: one loads K and V, one hands out tiles and loads Q, and two store O, one for each of two
-  // consumers; more consumers store their own.
-  TW_HOST_DEVICE constexpr bool store_warps() const { return stages_o && consumers == 2; }
+  // consumers; more consumers store their own, and those whose bias another warp loads.
+  TW_HOST_DEVICE constexpr bool store_warps() const { return stages_o && consumers == 2 && !biased(); }
 
   // Tiles that are described in shared memory, a power of two. A consumer that enters tile n may still have to finish
   // n - 2, while tile n + 2 is handed out.
@@ -83,8 +86,13 @@ struct ForwardSm90Config {
   TW_HOST_DEVICE constexpr int k_offset() const { return o_offset() + consumers * o_bytes(); }
   TW_HOST_DEVICE constexpr int v_offset() const { return k_offset() + stages * k_bytes(); }
   TW_HOST_DEVICE constexpr int ones_offset() const { return v_offset() + stages * v_stage_bytes(); }
-  TW_HOST_DEVICE constexpr int barrier_offset() const { return ones_offset() + (panels() > 1 ? 0 : ones_bytes()); }
-  TW_HOST_DEVICE constexpr int num_barriers() const { return 2 * (q_slots + 2 * stages + consumers) + kWorkSlots + 1; }
+  // Bias: a ring for each consumer, of two tiles [64, block_n] of 16 bits, one of 32, or two of a boolean mask.
+  static constexpr int kBiasBytes = 64 * 128, kBiasStages = 2;
+  TW_HOST_DEVICE constexpr int bias_offset() const { return ones_offset() + (panels() > 1 ? 0 : ones_bytes()); }
+  TW_HOST_DEVICE constexpr int bias_rings() const { return biased() ? consumers * kBiasStages : 0; }
+  TW_HOST_DEVICE constexpr int barrier_offset() const { return bias_offset() + bias_rings() * kBiasBytes; }
+  TW_HOST_DEVICE constexpr int other_barriers() const { return 2 * (q_slots + 2 * stages + consumers) + kWorkSlots + 1; }
+  TW_HOST_DEVICE constexpr int num_barriers() const { return other_barriers() + 2 * bias_rings(); }
   TW_HOST_DEVICE constexpr int work_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   // Does a causal mask leave whole key tiles of the block to its lower warpgroups alone?
   TW_HOST_DEVICE constexpr int max_skip() const { return (block_m() - 64) / block_n; }
@@ -115,9 +123,10 @@ struct ForwardSm90Config {
 
   // A consumer lets go of the values that it skips only with its next product. Until then it holds those of its first tile,
   // its own last ones and those of the next tile; with fewer stages the keys that it waits for would never be loaded.
+  // With no more slots of Q than a tile has, that of the next tile arrives late: what the room for a bias costs at d 256.
   TW_HOST_DEVICE constexpr bool valid() const {
-    return head_dim % 64 == 0 && block_n % 64 == 0 && shared_bytes() <= 227 * 1024 &&
-           stages >= 2 * max_skip() && consumers >= 2 && consumers <= 4 && (q_in_registers || q_slots > slots_per_tile());
+    return head_dim % 64 == 0 && block_n % 64 == 0 && shared_bytes() <= 227 * 1024 && (!biased() || block_n == 64) &&
+           stages >= 2 * max_skip() && consumers >= 2 && consumers <= 4 && (q_in_registers || biased() || q_slots > slots_per_tile());
   }
 };
 
@@ -129,7 +138,7 @@ TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_shape(Element element, S
     case Sm90Shape::kD64General: return {element, shape, row_sum, score, 64, 3, 64, 6, 2, false, true, 192, true};
     case Sm90Shape::kD128: return {element, shape, row_sum, score, 128, 2, 128, 2, 1, true, true, 128, true};
     case Sm90Shape::kD128Short: return {element, shape, row_sum, score, 128, 2, 64, 4, 1, true, true, 128, true};
-    default: return {element, shape, row_sum, score, 256, 2, 64, 2, 3, false, true, 64, false};
+    default: return {element, shape, row_sum, score, 256, 2, 64, 2, score == ScoreKind::kBias ? 2 : 3, false, true, 64, false};
   }
 }
 
@@ -137,7 +146,8 @@ TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_shape(Element element, S
 TW_HOST_DEVICE constexpr ForwardSm90Config forward_sm90_config(Element element, Sm90Shape shape, RowSum row_sum, ScoreKind score) {
   ForwardSm90Config config = forward_sm90_shape(element, shape, row_sum, score);
 #if defined(TILEWISE_STRESS)
-  const int fewest = config.max_skip() > 0 ? 2 * config.max_skip() : 1, wanted = TILEWISE_STRESS < fewest ? fewest : TILEWISE_STRESS;
+  const int fewest = config.max_skip() > 0 ? 2 * config.max_skip() : config.biased() ? 2 : 1;
+  const int depth = config.biased() ? TILEWISE_STRESS / 2 * 2 : TILEWISE_STRESS, wanted = depth < fewest ? fewest : depth;
   if (wanted < config.stages) config.stages = wanted;
 #endif
   return config;

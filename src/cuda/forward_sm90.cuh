@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
     ptx::tma_prefetch(p.k);
     ptx::tma_prefetch(p.v);
     ptx::tma_prefetch(p.o);
+    if constexpr (C.biased()) ptx::tma_prefetch(p.bias.map);
   }
   // The warps that load need the barriers alone, not the ones, and go ahead.
   constexpr int kLoaders = 15;  // a named barrier that consumers do not use
@@ -69,6 +70,11 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
       if (warp == 1) {
         ptx::wait_for_previous_kernels();
         hand_out_tiles<C>(p, shared, memory);
+      } else if (C.biased()) {
+        if (warp == 2) {
+          ptx::wait_for_previous_kernels();
+          load_bias<C>(p, shared, memory);
+        }
       } else if (C.store_warps()) {
         store_output<C>(p, shared, memory, warp - 2);
       }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/dtype.h"
 #include "cuda/device.h"
 #include "cuda/fill_params.h"
 #include "cuda/forward.h"
@@ -20,10 +21,11 @@ struct Sm90Kernels {  // what one line of kernels.def compiles
   Element element;
   int head_dim;
   int (*launch)(const ForwardSm90Config&, const ForwardSm90Params&, int, void*);
+  int (*launch_bias)(const ForwardSm90Config&, const ForwardSm90Params&, int, void*);
 };
 
 constexpr Sm90Kernels kKernels[] = {
-#define TW_FORWARD_SM90(E, D) {Element::E, D, launch_forward_sm90<Element::E, D>},
+#define TW_FORWARD_SM90(E, D) {Element::E, D, launch_forward_sm90<Element::E, D>, launch_forward_sm90_bias<Element::E, D>},
 #include "cuda/kernels.def"
 };
 
@@ -62,9 +64,10 @@ ForwardSm90Config choose_default(const tw_problem& p) {
   const int64_t d = std::max(p.head_dim, p.head_dim_v);
   const bool negative = softmax_scale_of(p) < 0;  // the largest logit would be the smallest product
   if (p.softcap != 0 || negative || p.dropout_p != 0 || p.k_layout == TW_PAGED || has(p, TW_HAS_ALIBI) ||
-      has(p, TW_HAS_MAX_LOGIT)) {
+      has(p, TW_HAS_MAX_LOGIT) || has(p, TW_HAS_BIAS)) {
     const Sm90Shape shape = d > 128 ? Sm90Shape::kD256 : d > 64 ? Sm90Shape::kD128Short : Sm90Shape::kD64General;
-    return forward_sm90_config(element_of(p), shape, RowSum::kFloat32, ScoreKind::kGeneral);
+    return forward_sm90_config(element_of(p), shape, RowSum::kFloat32,
+                               has(p, TW_HAS_BIAS) ? ScoreKind::kBias : ScoreKind::kGeneral);
   }
   const ForwardSm90Config ones = forward_sm90_config(element_of(p), choose_shape(p), RowSum::kOnesColumn, ScoreKind::kPlain);
   if (ones.exists() && ones_pay(p) && !has(p, TW_HAS_LSE) && !has(p, TW_HAS_SINK)) return ones;
@@ -176,6 +179,22 @@ Cut cut_forward(const tw_problem& p, const ForwardSm90Config& config, int multip
   return cut;
 }
 
+Status bias_params(const tw_problem& p, const tw_tensor& bias, BiasParams* to) {
+  const bool mask = bias.dtype == TW_BOOL, f32 = bias.dtype == TW_FLOAT32;
+  const bool rows = bias.shape[2] > 1 && bias.stride[2] != 0;
+  to->kind = mask ? BiasKind::kMask : f32 ? BiasKind::kFloat32 : BiasKind::k16;
+  to->boxes = f32 ? 2 : 1;
+  to->box_keys = f32 ? 32 : 64;
+  to->box_bytes = (rows ? 64 : 1) * (mask ? 64 : 128);
+  to->row_mask = rows ? 63 : 0;
+  to->stage_bits = f32 ? 0 : 1;
+  to->heads = bias.shape[1] > 1 && bias.stride[1] != 0;
+  to->batches = bias.shape[0] > 1 && bias.stride[0] != 0;
+  to->alone = p.softcap == 0 && p.dropout_p == 0 && !has(p, TW_HAS_ALIBI) && !has(p, TW_HAS_MAX_LOGIT) && (!mask || softmax_scale_of(p) >= 0);
+  to->scale = p.softcap != 0 ? 1.f : static_cast<float>(softmax_scale_of(p));
+  return bias_map(bias, rows ? 64 : 1, to->box_keys, &to->map);
+}
+
 // Heads whose tiles are in flight together under a causal mask. Their K and V should stay in the L2 cache (60 MB), and
 // there should be enough tiles of every length to fill the gaps at the end. Measured best: 33 MB from 2k keys on, 16 at
 // 1k and 8 at 512, at d 256 twice as much there, but never under 8 key heads.
@@ -202,7 +221,12 @@ std::string refuse_forward_sm90(const tw_problem& p) {
   if (p.rotary_dim > 0) return "rotary positions";
   // A draw belongs to 32 keys, a box to a page: tiles cannot start at multiples of both if keys start inside a page.
   if (p.dropout_p != 0 && p.k_layout == TW_PAGED && has(p, TW_HAS_LEFTPAD_K)) return "dropout with left padding in pages";
-  if (has(p, TW_HAS_BIAS)) return "bias";
+  if (has(p, TW_HAS_BIAS) && p.bias_dtype != p.dtype && p.bias_dtype != TW_FLOAT32 && p.bias_dtype != TW_BOOL)
+    return concat("bias in ", dtype_name(p.bias_dtype), " with q in ", dtype_name(p.dtype), ": takes q's type, f32 and masks");
+  // Boxes of a bias start at multiples of 16 bytes in a row, those of pages at pages: not both if keys start inside a page.
+  if (has(p, TW_HAS_BIAS) && p.k_layout == TW_PAGED && has(p, TW_HAS_LEFTPAD_K)) return "a bias with left padding in pages";
+  if (has(p, TW_HAS_BIAS) && (p.bias_dims & TW_DIM_K) == 0) return "bias that does not differ from key to key";
+  if (has(p, TW_HAS_BIAS) && p.dropout_p != 0 && std::max(p.head_dim, p.head_dim_v) > 128) return "dropout with a bias at head dims above 128";
   if (p.num_splits > 1) return "num_splits over 1";
   if (p.batch == 0 || p.num_heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0) return "no keys or no rows";
   if (std::max(p.total_q, p.total_k) >= int64_t{1} << 31) return "2^31 packed rows or more";
@@ -242,7 +266,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   const tw_problem& p = plan.problem;
   // Only the pointers tell. The general kernel takes anything; with its keys in one part, since the plan has no room for more.
   if (t.o->dtype != t.q->dtype || !tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) ||
-      !tensor_map_possible(*t.o)) {
+      !tensor_map_possible(*t.o) || (t.bias && !bias_map_possible(*t.bias))) {
     Plan general = plan;
     general.problem.num_splits = 1;
     return run_forward_sm80(general, t, workspace, stream);
@@ -271,10 +295,12 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
     params.page_rows = key_rows = static_cast<int>(std::min<int64_t>(p.page_size, config.block_n));
     params.key_loads = config.panels(), key_panels = 1;  // a box of several panels and fewer rows would not lie like a tile
   }
-  params.key_align = std::max(p.dropout_p != 0 ? 32 : 1, params.page_rows);
+  params.key_align = std::max({p.dropout_p != 0 ? 32 : 1, params.page_rows, t.bias ? 16 / static_cast<int>(dtype_size(t.bias->dtype)) : 1});
   TW_RETURN_IF_ERROR(tensor_map({t.k, p.head_dim, key_rows, key_panels}, &params.k));
   TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, key_rows, key_panels}, &params.v));
   TW_RETURN_IF_ERROR(tensor_map({t.o, p.head_dim_v, o_rows, panels, o_heads}, &params.o));
+
+  if (t.bias) TW_RETURN_IF_ERROR(bias_params(p, *t.bias, &params.bias));
 
   ForwardParams& forward = params.forward;
   forward.sequence = sequence_params(p, t);
@@ -332,14 +358,16 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   order.launch = std::max<uint64_t>(1, number >> 24);
   order.lead = 2;  // 1 to 4 are equal from 1k keys on; 9 loses 2 % at 512
   const float scale = forward.score.scale_log2;
-  params.natural = config.general() && (p.softcap != 0 || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT) || scale < 0);
-  if (params.natural) {
+  const bool adds_bias = t.bias && t.bias->dtype != TW_BOOL;  // and multiplies by the scale
+  params.natural = config.general() && !adds_bias && (p.softcap != 0 || has(p, TW_HAS_ALIBI) || has(p, TW_HAS_MAX_LOGIT) || scale < 0);
+  params.bias.unit = params.natural || adds_bias ? 1.f : forward.score.scale;
+  if (params.natural || adds_bias) {
     params.scale_log2 = 0x1.715476p+0f;  // log2(e)
   } else {
     // A zero scale gives every visible key the same weight; the smallest normal number does, too, and -inf stays -inf.
     params.scale_log2 = std::max(scale, 0x1p-126f);
   }
-  params.check = !cut.even || ends_differ(p) || p.seqlen_k % config.block_n != 0;
+  params.check = config.biased() || !cut.even || ends_differ(p) || p.seqlen_k % config.block_n != 0;
   params.always = 1;
   char* const behind_counter = static_cast<char*>(workspace) + kCounterBytes;
   params.again = reinterpret_cast<int32_t*>(behind_counter);
@@ -352,14 +380,15 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   params.by_heads_q = Divisor::of(p.num_heads_q);
   params.by_group = Divisor::of(group_size(p));
 
-  if (const int error = find_kernels(p)->launch(config, params, static_cast<int>(cut.grid), stream); error != 0)
-    return device_error("forward_sm90", error);
+  const Sm90Kernels& kernels = *find_kernels(p);
+  const auto launch = config.biased() ? kernels.launch_bias : kernels.launch;
+  if (const int error = launch(config, params, static_cast<int>(cut.grid), stream); error != 0) return device_error("forward_sm90", error);
   return Status();
 }
 
 KernelRow forward_sm90_row() {
   return {"forward_sm90", TW_BACKEND_CUDA, TW_FORWARD, "sm_90a",
-          "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, sinks, dropout, dense, packed and paged", forward_sm90_available,
+          "f16 and bf16, head dims up to 256, windows, softcap, ALiBi, bias and masks, sinks, dropout, dense, packed and paged", forward_sm90_available,
           refuse_forward_sm90, plan_forward_sm90, run_forward_sm90, "block_m block_n"};
 }
 

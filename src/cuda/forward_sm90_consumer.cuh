@@ -14,8 +14,17 @@
 
 namespace tilewise::cuda {
 
+// ScoreKind::kBias: do references of this warp's rows follow their maxima in every step? A base, since a member, be it unused, changes what
+// the compiler makes of the other kernels.
+template <bool kBiased>
+struct LateRows {
+  bool late = false;
+};
+template <>
+struct LateRows<false> {};
+
 template <ForwardSm90Config C>
-struct ConsumerSm90 : OutputSm90<C> {
+struct ConsumerSm90 : OutputSm90<C>, LateRows<C.biased()> {
   using Output = OutputSm90<C>;
   using typename Output::Ending, typename Output::T;
   using Output::begin_ending, Output::finish, Output::hand_over, Output::is_part, Output::take_over, Output::tell;
@@ -54,6 +63,7 @@ struct ConsumerSm90 : OutputSm90<C> {
   __device__ __forceinline__ int top_key(const Work& w, int skip) const {
     return key_tiles<C>(p, w).top - skip * C.block_n;
   }
+
   // Whole key tiles beyond the ends of all of this consumer's rows.
   __device__ __forceinline__ int skipped(const Work& w, const KeyTiles& tiles) const {
     if (C.whole() || !C.skips() || p.window_right < 0) return 0;
@@ -104,6 +114,7 @@ struct ConsumerSm90 : OutputSm90<C> {
         ptx::mbarrier_wait(shared.k_full(k.stage), k.parity);
         my_turn();
         pass_turn();
+        if constexpr (C.biased()) release_bias(wait_for_bias());
         release(shared.k_empty(k.stage));
         k.advance();
       }
@@ -202,8 +213,72 @@ struct ConsumerSm90 : OutputSm90<C> {
       mask<true, true>(s, work(tile - 1), first_key(n));
   }
 
-  // ScoreKind::kGeneral: from q . k to logits in natural units; before the mask, which -inf would not survive.
-  __device__ __forceinline__ void options(float (&s)[kS], int n) const {
+  // ScoreKind::kBias: the tile of a step is in the ring while the keys are.
+  struct BiasTile {
+    uint32_t address, empty;
+  };
+  __device__ __forceinline__ BiasTile wait_for_bias() const {
+    static_assert(!C.biased() || C.stages % 2 == 0);
+    const uint32_t turn = k.stage + (C.stages % 4 == 2 ? 2 * k.parity : 0);  // tiles before it, modulo 4
+    const uint32_t stage = turn & ((1u << p.bias.stage_bits) - 1);
+    ptx::mbarrier_wait(shared.bias_full(consumer, stage), turn >> p.bias.stage_bits & 1);
+    return {shared.bias(consumer, stage), shared.bias_empty(consumer, stage)};
+  }
+  __device__ __forceinline__ void release_bias(const BiasTile& tile) const {
+    __syncwarp();
+    release(tile.empty);
+  }
+  // Reads it in the layout of S and adds it, or hides what it hides.
+  template <BiasKind kKind>
+  __device__ __forceinline__ void add_bias(float (&s)[kS], const BiasTile& tile) const {
+    if constexpr (kKind == BiasKind::k16) {
+      const int row = (warp * 16 + (lane & 15)) & p.bias.row_mask;
+#pragma unroll
+      for (int n = 0; n < kS / 8; ++n) {  // 16 columns
+        uint32_t pairs[4];
+        ptx::ldmatrix_x4(pairs, tile.address + Panels<64>::chunk_offset(row, 2 * n + (lane >> 4)));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float2 pair = ptx::unpack<T>(pairs[e]);
+          float* const to = s + 8 * n + 2 * e;
+          to[0] = fmaf(to[0], p.bias.scale, pair.x), to[1] = fmaf(to[1], p.bias.scale, pair.y);
+        }
+      }
+    } else {
+      const int rows[2] = {(warp * 16 + (lane >> 2)) & p.bias.row_mask, (warp * 16 + 8 + (lane >> 2)) & p.bias.row_mask};
+#pragma unroll
+      for (int n = 0; n < kS / 2; ++n) {  // pairs of columns, of two rows in turn
+        float* const to = s + 2 * n;
+        if constexpr (kKind == BiasKind::kMask) {
+          const uint32_t pair = ptx::load_shared_2(tile.address + mask_offset(rows[n % 2], n / 2 * 8 + 2 * (lane & 3)));
+          to[0] = pair & 0xff ? to[0] : kMinusInf, to[1] = pair > 0xff ? to[1] : kMinusInf;
+        } else {
+          const uint32_t chunk = Panels<64>::chunk_offset(rows[n % 2], n / 2 * 2 + (lane >> 1 & 1));
+          const float2 pair = ptx::load_shared_8(tile.address + chunk + 8 * (lane & 1));
+          to[0] = fmaf(to[0], p.bias.scale, pair.x), to[1] = fmaf(to[1], p.bias.scale, pair.y);
+        }
+      }
+    }
+    release_bias(tile);
+  }
+  __device__ __forceinline__ void add_bias(float (&s)[kS], const BiasTile& tile) const {
+    if (p.bias.kind == BiasKind::k16) add_bias<BiasKind::k16>(s, tile);
+    else if (p.bias.kind == BiasKind::kMask) add_bias<BiasKind::kMask>(s, tile);
+    else add_bias<BiasKind::kFloat32>(s, tile);
+  }
+  // Where a bias is all that there is: bias and exponentials in one piece, without a branch for everything else in between.
+  __device__ __forceinline__ void quick_weights(float (&s)[kS], const BiasTile& bias, float (&noted)[2]) const {
+    const auto of_kind = [&]<BiasKind kKind>() {
+      add_bias<kKind>(s, bias);
+      exponentials<kNoted>(s, rows.reference, p.scale_log2, noted);
+    };
+    if (p.bias.kind == BiasKind::k16) of_kind.template operator()<BiasKind::k16>();
+    else if (p.bias.kind == BiasKind::kMask) of_kind.template operator()<BiasKind::kMask>();
+    else of_kind.template operator()<BiasKind::kFloat32>();
+  }
+
+  // ScoreKind::kGeneral and kBias: from q . k to logits in natural units; before the mask, which -inf would not survive.
+  __device__ __forceinline__ void options(float (&s)[kS], const BiasTile& bias, int n) {
     if constexpr (C.general()) {
       const ScoreParams& score = p.forward.score;
       if (score.softcap > 0) {
@@ -215,6 +290,7 @@ struct ConsumerSm90 : OutputSm90<C> {
 #pragma unroll
         for (int x = 0; x < kS; ++x) s[x] *= score.scale;
       }
+      if constexpr (C.biased()) add_bias(s, bias);
       if (score.alibi) {
         const Work& w = work(tile - 1);
         const float slope = score.alibi[w.batch * score.alibi_batch + head_of_warp(w) * score.alibi_head];
@@ -233,7 +309,7 @@ struct ConsumerSm90 : OutputSm90<C> {
   // Dropout: what of the draws is fixed for the tile; the draws of a step, made while O is on its way; zeros for what they take, in packed
   // pairs. The sums have it. 16 rows and 32 keys share the draws of core/dropout.h.
   __device__ __forceinline__ void begin_draws() {
-    if constexpr (C.general()) {
+    if constexpr (C.drops()) {
       if (!p.forward.score.dropout.active()) return;
       const Work& w = work(tile - 1);
       const Dropout dropout = resolve_dropout(p.forward.score);
@@ -243,12 +319,13 @@ struct ConsumerSm90 : OutputSm90<C> {
     }
   }
   __device__ __forceinline__ void draw_keys(Draw (&drawn)[kDraws], int n) const {
-    if constexpr (C.general())
+    if constexpr (C.drops())
       if (p.forward.score.dropout.active())
 #pragma unroll
         for (int x = 0; x < kDraws; ++x) drawn[x] = draws.head.draw(draws.row, draws.head.column_part(first_key(n) / 8 + 4 * x));
   }
   __device__ __forceinline__ void note_maximum(const float (&s)[kS]) {
+    if (C.biased() && !p.forward.max_logit) return;
     if constexpr (C.general())
 #pragma unroll
       for (int half = 0; half < 2; ++half) rows.maximum[half] = fmaxf(rows.maximum[half], row_max(s, half));
@@ -257,7 +334,7 @@ struct ConsumerSm90 : OutputSm90<C> {
   __device__ __forceinline__ void pack(const float (&s)[kS], const Draw (&drawn)[kDraws]) {
 #pragma unroll
     for (int n = 0; n < kP; ++n) probabilities[n] = ptx::pack<T>(s[2 * n], s[2 * n + 1]);
-    if constexpr (C.general())
+    if constexpr (C.drops())
       if (p.forward.score.dropout.active())
 #pragma unroll
         for (int n = 0; n < kP; ++n) probabilities[n] &= keep_mask(numbers_of(drawn[n / 8], n / 2 % 4, n % 2), p.forward.score.dropout);
@@ -267,6 +344,11 @@ struct ConsumerSm90 : OutputSm90<C> {
   // depends on, above the exponentials, and with it all their overlap.
   __device__ __forceinline__ void weights(float (&s)[kS], float (&noted)[2]) const {
     if (p.always) exponentials<kNoted>(s, rows.reference, p.scale_log2, noted);
+  }
+  // ScoreKind::kBias: the same, first of all moving references where rows may not have met their first large logit yet (softmax_sm90.cuh).
+  __device__ __forceinline__ void late_weights(float (&s)[kS], float (&noted)[2], float (&factor)[2]) {
+    if (this->late) this->late = follow_rows<C.element>(rows, s, p.scale_log2, noted, factor);
+    else weights(s, noted);
   }
 
   // Both products of a step.
@@ -284,23 +366,38 @@ struct ConsumerSm90 : OutputSm90<C> {
   // A step inside a tile.
   template <bool kMasked>
   __device__ __forceinline__ void step(int n) {
-    float s[kS], noted[2] = {0.f, 0.f};
+    float s[kS], noted[2] = {0.f, 0.f}, factor[2] = {1.f, 1.f};
+    bool followed = false;
+    BiasTile bias;
     issue(s);
+    if constexpr (C.biased()) bias = wait_for_bias();
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
-    options(s, n);
-    if constexpr (kMasked) mask_step(s, n);
-    note_maximum(s);
-    weights(s, noted);
     Draw drawn[kDraws];
-    draw_keys(drawn, n);
+    bool quick = false;
+    if constexpr (C.biased()) {
+      quick = p.bias.alone && !this->late && n < unmasked_steps && n >= upper_steps;
+      followed = this->late;
+    }
+    if (quick) {
+      quick_weights(s, bias, noted);
+    } else {
+      options(s, bias, n);
+      if constexpr (kMasked) mask_step(s, n);
+      note_maximum(s);
+      if constexpr (C.biased()) late_weights(s, noted, factor);
+      else weights(s, noted);
+      draw_keys(drawn, n);
+    }
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
     release(shared.v_empty(v.stage));
     v.advance();
+    if constexpr (C.biased())
+      if (followed && __any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) scale_rows(o, factor);
     if constexpr (kSum) {
       rows.sum[0] += noted[0];
       rows.sum[1] += noted[1];
@@ -314,12 +411,19 @@ struct ConsumerSm90 : OutputSm90<C> {
   }
 
   // P of a tile's first keys, from its S: here the rows get their m.
-  __device__ __forceinline__ void first_weights(float (&s)[kS], float (&noted)[2], Draw (&drawn)[kDraws]) {
-    options(s, 0);
+  __device__ __forceinline__ void first_weights(float (&s)[kS], const BiasTile& bias, float (&noted)[2], Draw (&drawn)[kDraws]) {
+    options(s, bias, 0);
     mask_first(s);
-    start_rows<C.element>(rows, s, p.scale_log2);
-    note_maximum(s);
-    weights(s, noted);
+    if constexpr (C.biased()) {
+      float factor[2];  // of an O that is not there
+      forget_rows(rows);
+      note_maximum(s);
+      if (p.always) this->late = follow_rows<C.element>(rows, s, p.scale_log2, noted, factor);
+    } else {
+      start_rows<C.element>(rows, s, p.scale_log2);
+      note_maximum(s);
+      weights(s, noted);
+    }
     begin_draws();
     draw_keys(drawn, 0);
   }
@@ -327,16 +431,18 @@ struct ConsumerSm90 : OutputSm90<C> {
   // The last product of the tile so far, behind the first one of the next. next_tile() has gone on already.
   __device__ __forceinline__ void step_across() {
     float s[kS], noted[2] = {0.f, 0.f};
+    BiasTile bias;
     issue(s);
     skip_v = next_skip_v;
     const RowStatistics done_rows = rows;
     Ending end = begin_ending(work(tile - 2), done_rows);
+    if constexpr (C.biased()) bias = wait_for_bias();
     ptx::wgmma_wait<1>();
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
     Draw drawn[kDraws];
-    first_weights(s, noted, drawn);
+    first_weights(s, bias, noted, drawn);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(o);
     ptx::wgmma_pin(probabilities);
@@ -359,12 +465,14 @@ struct ConsumerSm90 : OutputSm90<C> {
     my_turn();
     issue_scores(s);
     pass_turn();
+    BiasTile bias;
+    if constexpr (C.biased()) bias = wait_for_bias();
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(s);
     release(shared.k_empty(k.stage));
     k.advance();
     Draw drawn[kDraws];
-    first_weights(s, noted, drawn);
+    first_weights(s, bias, noted, drawn);
     if constexpr (kSum) rows.sum[0] = noted[0], rows.sum[1] = noted[1];
     pack(s, drawn);
   }

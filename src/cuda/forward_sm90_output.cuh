@@ -23,6 +23,9 @@ struct OutputSm90 {
   // causal mask, whose inner steps have no clock to spare.
   static constexpr bool kLate = C.whole() && C.store_warps();
 
+  // Is all of a tile's end that needs no O over before O is there, lse and the vote, too? With a bias, registers are short.
+  static constexpr bool kEarly = C.biased();
+
   const ForwardSm90Params& p;
   const SharedSm90<C> shared;
   unsigned char* const memory;
@@ -86,20 +89,31 @@ struct OutputSm90 {
         end.flags |= i < done.seqlen_q && last_key >= first_key ? kSees << half : 0;
       }
     }
+    if constexpr (C.biased())  // the bias may hide all keys of a row
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (statistics.reference[half] == -kMinusInf) end.flags &= ~(kSees << half);
     const uint32_t mine = end.flags;  // the vote will add those of other lanes
     if constexpr (kSum) {
       const float weight[2] = {ptx::quad_sum(statistics.sum[0]), ptx::quad_sum(statistics.sum[1])};
       float sink = kMinusInf, sum[2] = {weight[0], weight[1]};
       if (!C.whole() && f.score.sink) {
         sink = f.score.sink[head_of_warp(done) * f.score.sink_head] * kLog2E;
-        sum[0] += ptx::exp2_approx(sink - statistics.reference[0]);
-        sum[1] += ptx::exp2_approx(sink - statistics.reference[1]);
+        sum[0] += ptx::exp2_approx(sink - whole_reference(statistics, 0));
+        sum[1] += ptx::exp2_approx(sink - whole_reference(statistics, 1));
       }
       divide(end, weight, sum);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         end.lse[half] = C.whole() || mine & (kSees << half) ? (statistics.reference[half] + ptx::log2_approx(sum[half])) * kLn2
                         : done.first_row + row_of_thread(half) < done.seqlen_q ? sink * kLn2 : kMinusInf;
+      if constexpr (C.biased())
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const LateReference<C.element> late(statistics.reference[half]);
+          if (mine & (kSees << half)) end.lse[half] = fmaf(late.base, p.bias.unit, (late.reference + ptx::log2_approx(sum[half])) * kLn2);
+        }
+      if constexpr (kEarly) store_lse(done, end.lse);
     }
     if constexpr (C.general()) {
       if (f.max_logit) {  // one atomic a warp
@@ -113,9 +127,17 @@ struct OutputSm90 {
           ptx::atomic_max(f.max_logit + done.batch * f.max_logit_batch + head_of_warp(done) * f.max_logit_head, maximum);
       }
     }
+    if constexpr (kEarly) end.flags = __reduce_or_sync(0xffffffffu, end.flags);
     return end;
   }
 
+  __device__ __forceinline__ float whole_reference(const RowStatistics& statistics, int half) const {
+    if constexpr (C.biased()) {
+      const LateReference<C.element> late(statistics.reference[half]);
+      return fmaf(late.base, p.scale_log2, late.reference);
+    }
+    return statistics.reference[half];
+  }
   // The inverse sums. weight: of the keys; sum: with the sink.
   __device__ __forceinline__ void divide(Ending& end, const float (&weight)[2], const float (&sum)[2]) const {
 #pragma unroll
@@ -127,7 +149,7 @@ struct OutputSm90 {
       // A row that sees no key has O = 0 or, from masked values that are not finite, NaN.
       if ((C.element == Element::kBfloat16 && weight[half] >= 1.f) || !sees) end.flags |= kLook;
       end.inverse[half] = sees ? ptx::reciprocal_approx(sum[half]) : 0.f;
-      if constexpr (C.general()) end.inverse[half] *= p.forward.score.dropout.active() ? p.forward.score.dropout.scale : 1.f;
+      if constexpr (C.drops()) end.inverse[half] *= p.forward.score.dropout.active() ? p.forward.score.dropout.scale : 1.f;
     }
   }
 
@@ -138,12 +160,13 @@ struct OutputSm90 {
       const float weight[2] = {o[kO - 4], o[kO - 2]};
       divide(end, weight, weight);
     }
-    end.flags = __reduce_or_sync(0xffffffffu, end.flags);  // takes a while: nothing asks for it yet
+    if constexpr (!kEarly) end.flags = __reduce_or_sync(0xffffffffu, end.flags);  // takes a while: nothing asks for it yet
 #pragma unroll
     for (int n = 0; n < C.head_dim / 2; ++n) o[n] *= end.inverse[n >> 1 & 1];
     if (!C.whole() && end.flags & kNoRows) return;
     store(number, end.flags, last);
     if constexpr (kSum) {
+      if constexpr (kEarly) return;
       if (kLate && untold >= 0) untold_lse[0] = end.lse[0], untold_lse[1] = end.lse[1];
       else store_lse(done, end.lse);
     }
@@ -195,7 +218,7 @@ struct OutputSm90 {
     int rows16 = *shared.again(memory, consumer, warp);
 #pragma unroll 1
     while (rows16 >= 0) {
-      ExactRows<T, C.head_dim, C.general()>(p.forward, rows16 / p.again_stride, rows16 % p.again_stride * 16).run();
+      ExactRows<T, C.head_dim, C.general(), C.biased()>(p.forward, rows16 / p.again_stride, rows16 % p.again_stride * 16).run();
       rows16 = p.again[rows16];  // as lane 0 of this warp wrote it
     }
   }

@@ -121,6 +121,31 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p,
   if (values.batch >= 0) load_v();
 }
 
+// The bias of every step of every consumer, in the order of the steps, and of those that it skips. One thread.
+template <ForwardSm90Config C>
+__device__ __forceinline__ void load_bias(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
+  const BiasParams& bias = p.bias;
+  uint32_t turn = 0;  // tiles of each consumer so far
+  for (unsigned tile = 0;; ++tile) {
+    ptx::mbarrier_wait(shared.work_full(tile), tile / C.kWorkSlots & 1);
+    const Work& work = *shared.work(memory, tile);
+    if (work.first_row < 0) return;
+    const KeyTiles tiles = key_tiles<C>(p, work);
+    const int head = bias.heads ? work.head : 0, batch = bias.batches ? work.batch : 0;
+    for (int n = 0; n < tiles.count; ++n, ++turn)
+      for (int consumer = 0; consumer < C.consumers; ++consumer) {
+        const uint32_t stage = turn & ((1u << bias.stage_bits) - 1);
+        const uint32_t full = shared.bias_full(consumer, stage);
+        ptx::mbarrier_wait(shared.bias_empty(consumer, stage), (turn >> bias.stage_bits & 1) ^ 1);
+        ptx::mbarrier_arrive_expect(full, bias.boxes * bias.box_bytes);
+        const int row = bias.row_mask ? work.first_row + consumer * 64 : 0;
+        for (int box = 0; box < bias.boxes; ++box)
+          ptx::tma_load(shared.bias(consumer, stage) + box * C.kBiasBytes, bias.map, full,
+                        {{tiles.top - (n + 1) * C.block_n + box * bias.box_keys, row, head, batch, 0}});
+      }
+  }
+}
+
 template <ForwardSm90Config C>
 __device__ __forceinline__ void store_box(const ForwardSm90Params& p, uint32_t from, const ptx::BoxOrigin& box) {
   const int boxes = p.loads_per_tile == 1 ? 1 : C.panels();

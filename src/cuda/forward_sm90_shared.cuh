@@ -42,9 +42,19 @@ struct SharedSm90 {
   __device__ __forceinline__ uint32_t take_next() const {
     return barrier(2 * C.q_slots + 4 * C.stages + 2 * C.consumers + C.kWorkSlots);
   }
+  __device__ __forceinline__ uint32_t bias(int consumer, int stage) const {
+    return base + C.bias_offset() + (consumer * C.kBiasStages + stage) * C.kBiasBytes;
+  }
+  __device__ __forceinline__ uint32_t bias_full(int consumer, int stage) const {
+    return barrier(C.other_barriers() + consumer * C.kBiasStages + stage);
+  }
+  __device__ __forceinline__ uint32_t bias_empty(int consumer, int stage) const {
+    return barrier(C.other_barriers() + C.bias_rings() + consumer * C.kBiasStages + stage);
+  }
   // Arrivals that complete a phase of barrier n, in the order above. Consumers arrive once per warp: wgmma_wait is a wait of
   // the warp.
   static __device__ __forceinline__ constexpr uint32_t arrivals(int n) {
+    if (n >= C.other_barriers()) return n < C.other_barriers() + C.bias_rings() ? 1 : 4;
     if ((n -= 2 * C.q_slots) < 0) return n < -C.q_slots ? 1 : 4 * C.consumers / C.slots_per_tile();
     if ((n -= 4 * C.stages) < 0) return ((n + 4 * C.stages) / C.stages & 1) == 0 ? 1 : 4 * C.consumers;
     return n < C.consumers ? 4 : 1;

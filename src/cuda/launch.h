@@ -37,6 +37,9 @@ int launch_backward_again(const BackwardParams& params, int64_t num_blocks, void
 // All shapes of a head dimension; `num_blocks` stay on their multiprocessors and take tiles.
 template <Element kElement, int kHeadDim>
 int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params& params, int num_blocks, void* stream);
+// With a bias. In a unit of its own, where it does not change what the compiler makes of the others.
+template <Element kElement, int kHeadDim>
+int launch_forward_sm90_bias(const ForwardSm90Config& config, const ForwardSm90Params& params, int num_blocks, void* stream);
 
 #define TW_FORWARD_SM80(element, head_dim) \
   extern template int launch_forward<Element::element, ForwardKind::kPlain, head_dim, false>(const ForwardParams&, int64_t, void*); \
@@ -52,7 +55,8 @@ int launch_forward_sm90(const ForwardSm90Config& config, const ForwardSm90Params
   extern template int launch_forward_roomy<Element::element, ForwardKind::kGeneral, head_dim>(const ForwardParams&, int64_t, void*); \
   extern template int launch_forward_roomy<Element::element, ForwardKind::kFewRows, head_dim>(const ForwardParams&, int64_t, void*);
 #define TW_FORWARD_SM90(element, head_dim) \
-  extern template int launch_forward_sm90<Element::element, head_dim>(const ForwardSm90Config&, const ForwardSm90Params&, int, void*);
+  extern template int launch_forward_sm90<Element::element, head_dim>(const ForwardSm90Config&, const ForwardSm90Params&, int, void*); \
+  extern template int launch_forward_sm90_bias<Element::element, head_dim>(const ForwardSm90Config&, const ForwardSm90Params&, int, void*);
 #define TW_BACKWARD_SM80(element, head_dim) \
   extern template int launch_backward<Element::element, BackwardKind::kPlain, head_dim, false>(const BackwardParams&, int64_t, void*); \
   extern template int launch_backward<Element::element, BackwardKind::kPlain, head_dim, true>(const BackwardParams&, int64_t, void*); \

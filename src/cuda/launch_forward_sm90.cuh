@@ -42,4 +42,12 @@ int launch_forward_sm90(const ForwardSm90Config& wanted, const ForwardSm90Params
   return error;
 }
 
+template <Element kElement, int kHeadDim>
+int launch_forward_sm90_bias(const ForwardSm90Config& wanted, const ForwardSm90Params& params, int num_blocks, void* stream) {
+  constexpr Sm90Shape kShape = kHeadDim == 64 ? Sm90Shape::kD64General : kHeadDim == 128 ? Sm90Shape::kD128Short : Sm90Shape::kD256;
+  cudaError_t error = cudaErrorInvalidDeviceFunction;
+  launch_if<kElement, kShape, RowSum::kFloat32, ScoreKind::kBias>(wanted, params, num_blocks, static_cast<cudaStream_t>(stream), &error);
+  return error;
+}
+
 }  // namespace tilewise::cuda

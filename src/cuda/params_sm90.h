@@ -49,12 +49,30 @@ struct TileOrder {
   }
 };
 
+// How a tile of bias lies in shared memory, 64 rows of 64 keys: 16 bits of q's type, a row 128 bytes; bytes of a boolean mask, a row 64
+// bytes; float32, two panels of 32 keys.
+enum class BiasKind : int32_t { k16, kMask, kFloat32 };
+
+// ScoreKind::kBias.
+struct BiasParams {
+  CUtensorMap map;        // [1, batch, head, row, key], broadcast dimensions of size 1
+  BiasKind kind;
+  int32_t boxes;          // of a tile, next to each other in keys
+  int32_t box_keys, box_bytes;
+  int32_t row_mask;       // 63; 0: all rows have the same bias, and a box has one
+  int32_t stage_bits;     // log2 of the stages of its rings
+  bool heads, batches;    // it differs from head to head, from batch entry to batch entry
+  float scale;            // logit = (q . k, or what softcap makes of it) * scale + bias. Not used with a mask
+  bool alone;             // no other option of ScoreKind::kGeneral is asked for
+  float unit;             // natural units of what the exponentials see
+};
+
 struct ForwardSm90Params {
   CUtensorMap q, k, v, o;   // [batch, head, panel, row, column]; one box = all panels, or one of them
   int32_t loads_per_tile;   // of q and o. 1: a box has every panel of a tile. Else: boxes of one panel
   int32_t key_loads;        // of k and v, the same
   int32_t page_rows;        // paged: keys of a box, a divisor of block_n and of the page size. Else 0
-  int32_t key_align;        // ScoreKind::kGeneral: key tiles start at multiples of it, a power of two (work_sm90.cuh)
+  int32_t key_align;        // ScoreKind::kGeneral, kBias: key tiles start at multiples of it, a power of two (work_sm90.cuh)
   bool natural;             // ScoreKind::kGeneral: the options leave logits in natural units
   ForwardParams forward;    // options, and what rows that are computed again need
   TileOrder order;
@@ -68,6 +86,7 @@ struct ForwardSm90Params {
   unsigned long long* part_ready;  // [block, consumer, warp]: order.launch as soon as they are there; 0 again when they are read
   // By order.num_blocks; by the tiles and by the heads of a section; by the query heads of a batch entry and of a key head.
   Divisor by_blocks, by_section_tiles, by_section_heads, by_heads_q, by_group;
+  BiasParams bias;
 };
 
 }  // namespace tilewise::cuda

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/dtype.h"
 #include "cuda/device.h"
 
 namespace tilewise::cuda {
@@ -36,9 +37,16 @@ struct Key {  // everything that enters a map; compared as bytes, so every membe
   uint64_t data;
   uint64_t size[5];
   uint64_t stride[4];
-  uint32_t box[3];  // rows, and the next two dimensions
-  uint32_t type;
+  uint32_t box[4];  // columns, rows, and the next two dimensions
+  uint32_t type, swizzle;
 };
+
+CUtensorMapDataType type_of(int32_t dtype) {
+  return dtype == TW_BOOL       ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : dtype == TW_FLOAT32  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+         : dtype == TW_FLOAT16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
 
 Key make_key(const TensorMapRequest& request) {
   const tw_tensor& x = *request.tensor;
@@ -58,14 +66,31 @@ Key make_key(const TensorMapRequest& request) {
   key.stride[1] = 128;
   key.stride[2] = bytes(head);
   key.stride[3] = dense ? bytes(0) : 16;
-  key.box[0] = static_cast<uint32_t>(request.box_rows);
-  key.box[1] = static_cast<uint32_t>(request.box_panels);
-  key.box[2] = 1;
+  key.box[0] = 64;
+  key.box[1] = static_cast<uint32_t>(request.box_rows);
+  key.box[2] = static_cast<uint32_t>(request.box_panels);
+  key.box[3] = 1;
   if (request.box_heads > 0) {
     std::swap(key.size[2], key.size[3]), std::swap(key.stride[1], key.stride[2]);
-    key.box[2] = key.box[1], key.box[1] = static_cast<uint32_t>(request.box_heads);
+    key.box[3] = key.box[2], key.box[2] = static_cast<uint32_t>(request.box_heads);
   }
-  key.type = x.dtype == TW_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  key.type = type_of(x.dtype);
+  key.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+  return key;
+}
+
+Key make_bias_key(const tw_tensor& bias, int box_rows, int box_keys) {
+  Key key = {};
+  key.data = reinterpret_cast<uint64_t>(bias.data);
+  for (int n = 0; n < 4; ++n) {  // from the keys outwards
+    const bool moves = bias.shape[3 - n] > 1 && (n == 0 || bias.stride[3 - n] != 0);
+    key.size[n] = moves ? static_cast<uint64_t>(bias.shape[3 - n]) : 1;
+    if (n > 0) key.stride[n - 1] = moves ? static_cast<uint64_t>(bias.stride[3 - n] * dtype_size(bias.dtype)) : 16;
+  }
+  key.size[4] = 1, key.stride[3] = 16;
+  key.box[0] = static_cast<uint32_t>(box_keys), key.box[1] = static_cast<uint32_t>(box_rows), key.box[2] = key.box[3] = 1;
+  key.type = type_of(bias.dtype);
+  key.swizzle = bias.dtype == TW_BOOL ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   return key;
 }
 
@@ -85,6 +110,28 @@ struct Entry {
   bool used;
 };
 
+Status encode_once(const Key& key, CUtensorMap* map) {
+  constexpr size_t kEntries = 64;
+  static thread_local std::array<Entry, kEntries> entries{};
+  Entry& entry = entries[hash(key) % kEntries];
+  if (!entry.used || std::memcmp(&entry.key, &key, sizeof key) != 0) {
+    Encode encode = nullptr;
+    TW_RETURN_IF_ERROR(encode_function(&encode));
+    const cuuint32_t box[5] = {key.box[0], key.box[1], key.box[2], key.box[3], 1}, steps[5] = {1, 1, 1, 1, 1};
+    entry.used = false;
+    // L2 promotion to 256 bytes costs a tenth of the bandwidth from device memory (4.2 of 4.7 TB/s); 128 costs nothing.
+    const CUresult result =
+        encode(&entry.map, static_cast<CUtensorMapDataType>(key.type), 5, reinterpret_cast<void*>(key.data), key.size, key.stride, box,
+               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(key.swizzle), CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) return unsupported("cuTensorMapEncodeTiled: error ", static_cast<int>(result));
+    entry.key = key;
+    entry.used = true;
+  }
+  *map = entry.map;
+  return Status();
+}
+
 }  // namespace
 
 bool tensor_map_possible(const tw_tensor& x) {
@@ -96,27 +143,20 @@ bool tensor_map_possible(const tw_tensor& x) {
   return true;
 }
 
-Status tensor_map(const TensorMapRequest& request, CUtensorMap* map) {
-  constexpr size_t kEntries = 64;
-  static thread_local std::array<Entry, kEntries> entries{};
-  const Key key = make_key(request);
-  Entry& entry = entries[hash(key) % kEntries];
-  if (!entry.used || std::memcmp(&entry.key, &key, sizeof key) != 0) {
-    Encode encode = nullptr;
-    TW_RETURN_IF_ERROR(encode_function(&encode));
-    const cuuint32_t box[5] = {64, key.box[0], key.box[1], key.box[2], 1}, steps[5] = {1, 1, 1, 1, 1};
-    entry.used = false;
-    // L2 promotion to 256 bytes costs a tenth of the bandwidth from device memory (4.2 of 4.7 TB/s); 128 costs nothing.
-    const CUresult result =
-        encode(&entry.map, static_cast<CUtensorMapDataType>(key.type), 5, request.tensor->data, key.size, key.stride, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) return unsupported("cuTensorMapEncodeTiled: error ", static_cast<int>(result));
-    entry.key = key;
-    entry.used = true;
-  }
-  *map = entry.map;
-  return Status();
+bool bias_map_possible(const tw_tensor& x) {
+  if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0 || (x.shape[3] > 1 && x.stride[3] != 1)) return false;
+  const int64_t size = dtype_size(x.dtype);
+  for (int n = 0; n < 3; ++n)
+    if (x.shape[n] > 1 && (x.stride[n] * size % 16 != 0 || x.stride[n] < 0 || x.stride[n] * size >= int64_t{1} << 40)) return false;
+  for (int n = 0; n < 4; ++n)
+    if (x.shape[n] < 1 || x.shape[n] > int64_t{1} << 31) return false;
+  return true;
+}
+
+Status tensor_map(const TensorMapRequest& request, CUtensorMap* map) { return encode_once(make_key(request), map); }
+
+Status bias_map(const tw_tensor& bias, int box_rows, int box_keys, CUtensorMap* map) {
+  return encode_once(make_bias_key(bias, box_rows, box_keys), map);
 }
 
 }  // namespace tilewise::cuda

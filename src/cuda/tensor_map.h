@@ -24,4 +24,11 @@ bool tensor_map_possible(const tw_tensor& tensor);
 // column]. Encoding costs about a microsecond, so the latest ones of each thread are kept.
 Status tensor_map(const TensorMapRequest& request, CUtensorMap* map);
 
+// The same of a bias or a boolean mask [batch, head, row, key]: 16-byte aligned base and strides other than 0, the last one 1.
+bool bias_map_possible(const tw_tensor& bias);
+
+// The map with dimensions [1, batch, head, row, key], dimensions of stride 0 of size 1; boxes of box_rows rows of box_keys keys, 128
+// bytes, or 64 of a mask.
+Status bias_map(const tw_tensor& bias, int box_rows, int box_keys, CUtensorMap* map);
+
 }  // namespace tilewise::cuda

@@ -314,7 +314,8 @@ class InputMaker {
     }
   }
 
-  // Float bias: N(0, 1), some -inf, in every seventh row all -inf. Bool: two of three visible, in every seventh row none.
+  // Float bias: N(0, 1), some -inf, in every seventh row all -inf. Bool: two of three visible, in every seventh row none. kNegative: every
+  // third row sees the first half of the keys only, and what is hidden has -10,000.
   // What no pair sees is poisoned.
   void bias() {
     std::vector<int64_t> shape = {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k};
@@ -326,6 +327,7 @@ class InputMaker {
     const Random random{options.seed, kBias};
     const int64_t heads = shape[1] == 1 ? std::min<int64_t>(1, p.num_heads_q) : p.num_heads_q;
     const bool rows_differ = shape[2] > 1 && shape[3] > 1;
+    const double hiding = options.kind == InputKind::kNegative ? -1e4 : -INFINITY;
     for (int64_t b = 0; b < p.batch; ++b)
       for (int64_t h = 0; h < heads; ++h)
         for (int64_t i = 0; i < entry(b).seqlen_q; ++i)
@@ -333,12 +335,13 @@ class InputMaker {
             if (!in.in_mask(b, i, j)) continue;
             const int64_t at = in.bias_index(b, h, i, j);
             const auto n = static_cast<uint64_t>(at);
-            const bool hidden = (rows_differ && i % 7 == 3) || (shape[3] > 1 && random.below(n + (uint64_t{1} << 40), 3) == 0);
+            const bool late = options.kind == InputKind::kNegative && shape[3] > 1 && (!rows_differ || i % 3 == 0) && 2 * j >= entry(b).seqlen_k;
+            const bool hidden = late || (rows_differ && i % 7 == 3) || (shape[3] > 1 && random.below(n + (uint64_t{1} << 40), 3) == 0);
             const double spread = options.kind == InputKind::kPeaked ? 3 : options.kind == InputKind::kConstant ? 0 : 1;
             if (p.bias_dtype == TW_BOOL)
               in.bias.set(at, !hidden);
             else
-              in.bias.set(at, hidden && options.kind != InputKind::kConstant ? -INFINITY : spread * random.normal(n));
+              in.bias.set(at, hidden && options.kind != InputKind::kConstant ? hiding : spread * random.normal(n));
           }
   }
 

@@ -30,7 +30,15 @@ const Case kCases[] = {
     {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 d=128 pages=600x16 causal", ""},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4080 d=128 pages=600x20", "page_size 20"},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 d=128 pages=600x16 leftpad dropout=0.1", "left padding"},
-    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f32:hqk", "bias"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f32:hqk", ""},
+    {"fwd f16 cuda b=2 hq=8 sq=2048 d=64 bias=f16:bhqk dropout=0.1 softcap=20 alibi=h sink maxlogit causal", ""},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=256 mask=bk", ""},
+    {"fwd bf16 cuda b=4 hq=8 sq=500 d=128 packed_q=1200 packed_k=1200 mask=bhqk", ""},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f16:hqk", "bias in f16 with q in bf16"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=bf16:bq", "differ from key to key"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=256 mask=qk dropout=0.1", "dropout with a bias"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 d=128 pages=600x16 mask=qk seqused_k", ""},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 d=128 pages=600x16 leftpad mask=qk", "left padding"},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 sk=4096 new=70 d=128", "append"},
     {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 splits=3", "num_splits"},
     {"decode: fwd bf16 cuda b=1 hq=32 hk=8 sq=1 sk=4096 d=128", ""},
@@ -60,6 +68,10 @@ struct ChoiceCase {
 };
 
 const ChoiceCase kChoiceCases[] = {
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=64 mask=bk", "forward_sm90", "tile 192x64x64"},
+    {"fwd f16 cuda b=2 hq=8 sq=2048 d=96 bias=f16:hqk causal", "forward_sm90", "tile 128x64x128"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=192 dv=128 bias=f32:bhqk", "forward_sm90", "tile 128x64x256"},
+    {"fwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=f16:hqk", "forward_sm80", ""},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 causal", "backward_sm90", "tile 64x128x128"},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 dropout=0.1", "backward_sm90", "dropout, tile 64x128x128"},
     {"bwd f16 cuda b=2 hq=8 hk=2 sq=2048 d=64 dropout=0.1 rng_state causal deterministic", "backward_sm90", "dropout, tile 128x128x64"},

@@ -12,6 +12,7 @@
 #include <regex>
 
 #include "conformance/cases.h"
+#include "core/status.h"
 #include "harness/check.h"
 #include "harness/gpu.h"
 #include "random_problem.h"
@@ -141,6 +142,28 @@ std::vector<Check> forward_cases() {
     add(std::string("f16 b=1 hq=64 hk=8 sq=16 sk=2000 d=") + d, Layout::kContiguous, InputKind::kGaussian, true);
     cases.push_back({std::string("fwd bf16 b=2 hq=8 hk=2 sq=60 sk=420 causal d=") + d, Layout::kContiguous, InputKind::kGaussian, false, true});
   }
+  // Every kind of bias and mask that the copy engine brings, every broadcast, and in turn what they meet.
+  constexpr const char* kMeets[] = {"", " causal", " window=200,90", " softcap=9", " alibi=h causal", " sink", " maxlogit", " dropout=0.2 seed=3 causal",
+                                    " seqused_q seqused_k", " leftpad seqused_k causal", " scale=-0.2", " no_lse window=-1,30", " causal softcap=7 alibi=bh sink dropout=0.3 maxlogit"};
+  size_t meeting = 0;
+  for (const char* d : {"64", "128", "256", "96", "192 dv=72"})
+    for (const char* bias : {"bias=bf16:", "bias=f16:", "bias=f32:", "mask="})
+      for (const char* dims : {"bhqk", "hqk", "bqk", "qk", "bk", "hk", "k"})
+        for (const char* dtype : {"bf16", "f16"}) {
+          const std::string name = bias;
+          if ((name == "bias=bf16:" || name == "bias=f16:") && name.find(std::string("=") + dtype) == std::string::npos) continue;
+          const InputKind kind = meeting % 2 == 0 ? InputKind::kGaussian : InputKind::kNegative;
+          add(concat(dtype, " b=2 hq=4 hk=2 sq=200 sk=352 d=", d, " ", bias, dims, kMeets[meeting++ % std::size(kMeets)]), Layout::kContiguous, kind);
+        }
+  for (const char* d : {"64", "128", "256"})
+    for (const char* bias : {"bias=bf16:bhqk", "bias=f32:hqk", "mask=bk", "mask=qk"}) {
+      const std::string s = concat("bf16 b=2 hq=4 hk=2 d=", d, " ", bias), packed = concat("bf16 b=5 hq=4 hk=1 d=", d, " ", bias);
+      for (const char* rest : {" sq=333 sk=450 causal", " sq=700 sk=320 causal", " sq=130 sk=1536 window=300,200"}) add(s + rest);
+      for (Layout layout : {Layout::kTransposed, Layout::kExpanded, Layout::kUnaligned, Layout::kEveryOther}) add(s + " sq=192 sk=320 causal", layout);
+      add(s + " sq=200 sk=320" + steep(d)), add(s + " sq=200 sk=320", Layout::kContiguous, InputKind::kGrowing);
+      add(packed + " sq=200 sk=224 packed_q=500 packed_k=600 causal"), add(s + " sq=300 sk=768 pages=100x16 seqused_k causal");
+      cases.push_back({"fwd " + s + " sq=150 sk=176", Layout::kContiguous, InputKind::kGaussian, false, true});
+    }
   // Zero sizes.
   for (const char* rest : {"b=0 hq=2 sq=5 sk=5", "b=2 hq=2 sq=0 sk=5", "b=2 hq=2 sq=5 sk=0", "b=2 hq=2 sq=5 sk=0 sink", "b=1 hq=0 sq=5", "b=2 hq=2 sq=100 sk=0 causal splits=2"})
     both(std::string(rest) + " d=64");

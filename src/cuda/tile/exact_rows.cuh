@@ -13,7 +13,8 @@
 
 namespace tilewise::cuda {
 
-template <class T, int kHeadDim, bool kOptions>  // kOptions: softcap, ALiBi, dropout, max_logit or pages may be asked for
+// kOptions: softcap, ALiBi, dropout, max_logit or pages may be asked for
+template <class T, int kHeadDim, bool kOptions, bool kBias = false>
 struct ExactRows {
   static constexpr int kKeys = 16;
   static constexpr int kSlices = kHeadDim / 32;  // of 32 columns
@@ -49,7 +50,13 @@ struct ExactRows {
   __device__ __forceinline__ int row(int half) const { return first_row + half * 8 + (lane() >> 2); }
   __device__ __forceinline__ bool sees(int half, int j) const {
     const Range keys = visible_keys(p.score, row(half), seqlen_q, seqlen_k);
+    if constexpr (kBias)  // a mask hides; a bias of -inf is added
+      if (p.score.bias_dtype == TW_BOOL && row(half) < seqlen_q && j >= keys.begin && j < keys.end) return bias(half, j) != kMinusInf;
     return row(half) < seqlen_q && j >= keys.begin && j < keys.end;
+  }
+  __device__ __forceinline__ float bias(int half, int j) const {  // of a pair that exists
+    const int b = head / p.sequence.num_heads_q, h = head % p.sequence.num_heads_q;
+    return load_bias(p.score, b * p.score.bias_batch + h * p.score.bias_head + row(half) * p.score.bias_row + j * p.score.bias_key);
   }
 
   // Key 0 of K or V, of the head's page 0 if paged. d 64: made anew where it is used, for the sake of registers.
@@ -120,6 +127,8 @@ struct ExactRows {
         float logit = x[n][e] * p.score.scale;
         if constexpr (kOptions) logit = capped(p.score, x[n][e]) - slope * fabsf(static_cast<float>(distance));
         x[n][e] = sees(e >> 1, j) ? logit : kMinusInf;
+        if constexpr (kBias)
+          if (x[n][e] != kMinusInf) x[n][e] += bias(e >> 1, j);
       }
   }
 
@@ -277,7 +286,7 @@ struct ExactRows {
         drop(x, j0);
         const uint32_t weight[4] = {ptx::pack<T>(x[0][0], x[0][1]), ptx::pack<T>(x[0][2], x[0][3]), ptx::pack<T>(x[1][0], x[1][1]),
                                     ptx::pack<T>(x[1][2], x[1][3])};
-        const bool masked = last_row < first_row + 15 || j0 < keys_of(last_row).begin || j0 + kKeys > keys_of(first_row).end;
+        const bool masked = kBias || last_row < first_row + 15 || j0 < keys_of(last_row).begin || j0 + kKeys > keys_of(first_row).end;
         add_values(weight, j0, masked && any_nonfinite(j0));
       }
     }

@@ -22,6 +22,11 @@ struct Panels {
   static __device__ __forceinline__ constexpr uint32_t row_step(int step) { return (step * 16 * 128) >> 4; }
 };
 
+// The same for bytes, 64 keys a row of 64 bytes ("64-byte swizzle"): bytes from the tile's start to a key's.
+__device__ __forceinline__ uint32_t mask_offset(int row, int key) {
+  return row * 64 + (((key >> 4) ^ (row >> 1 & 3)) << 4) + (key & 15);
+}
+
 // Position in a ring of stages, and the parity of its barriers' phase.
 template <int kStages>
 struct Ring {

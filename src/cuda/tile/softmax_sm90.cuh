@@ -118,4 +118,69 @@ __device__ __forceinline__ void raise_references(RowStatistics& rows, float (&s)
   }
 }
 
+// With a bias, the first tiles of a row may be hidden, by -inf or by the most negative number of a type, and its first real logits be met
+// late. As long as a row of the warp has met nothing above 2^kLateBelow, references are exact maxima, as in any online softmax: found,
+// and O and the sums scaled, in every step. An empty row has reference +inf; its P is 0. A row of nothing but numbers below kFarBelow, whose
+// exponents would be -inf, has its largest logit for a reference, without c: P = 2^((s - base) c - reference), base = 0 for all others.
+inline constexpr float kLateBelow = -128.f;
+inline constexpr float kFarBelow = -0x1p126f;
+
+template <Element kElement>
+struct LateReference {
+  float base, reference;
+  __device__ __forceinline__ explicit LateReference(float kept)
+      : base(kept < kFarBelow ? kept : 0.f), reference(kept < kFarBelow ? SoftmaxRange<kElement>::kHeadroom : kept) {}
+  // Of a row whose largest logit so far is `maximum`; NaN, computed again, in the one binade that would not be told apart.
+  static __device__ __forceinline__ float of(float maximum, float scale_log2) {
+    const float exponent = maximum * scale_log2;
+    return exponent >= kFarBelow ? exponent + SoftmaxRange<kElement>::kHeadroom : maximum < kFarBelow ? maximum : __int_as_float(0x7fffffff);
+  }
+};
+
+__device__ __forceinline__ void forget_rows(RowStatistics& rows) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    rows.reference[half] = -kMinusInf;
+    rows.sum[half] = 0.f;
+    rows.maximum[half] = kMinusInf;
+  }
+}
+
+// s becomes P, `noted` its sums in this thread; factor: for what O holds. Must references go on following?
+template <Element kElement, int kCount>
+__device__ __forceinline__ bool follow_rows(RowStatistics& rows, float (&s)[kCount], float scale_log2, float (&noted)[2],
+                                            float (&factor)[2]) {
+  bool follow = false;
+  float reference[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float maximum = ptx::quad_max(row_max(s, half));
+    const LateReference<kElement> old(rows.reference[half]);
+    factor[half] = 1.f;
+    if (old.reference == -kMinusInf) {
+      if (maximum != kMinusInf) rows.reference[half] = LateReference<kElement>::of(maximum, scale_log2);
+    } else {  // by how much the largest logit grew
+      const float growth = fmaf(maximum - old.base, scale_log2, SoftmaxRange<kElement>::kHeadroom - old.reference);
+      if (growth > 0.f) {
+        rows.reference[half] = LateReference<kElement>::of(maximum, scale_log2);
+        factor[half] = ptx::exp2_approx(-growth);
+        rows.sum[half] *= factor[half];
+      }
+    }
+    const LateReference<kElement> now(rows.reference[half]);
+    reference[half] = now.reference;
+    follow |= now.base != 0.f || now.reference == -kMinusInf || now.reference < kLateBelow;
+#pragma unroll
+    for (int n = 0; n < kCount; n += 4) s[n + 2 * half] -= now.base, s[n + 2 * half + 1] -= now.base;
+  }
+  exponentials<Noted::kSum>(s, reference, scale_log2, noted);
+  return __any_sync(0xffffffffu, follow);
+}
+
+template <int kColumns>
+__device__ __forceinline__ void scale_rows(float (&o)[kColumns], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) o[n] *= factor[n >> 1 & 1];
+}
+
 }  // namespace tilewise::cuda
