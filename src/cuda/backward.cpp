@@ -135,7 +135,7 @@ BackwardParams backward_params(const tw_problem& p, const tw_tensors& t) {
 
 int64_t dbias_bytes(const tw_problem& p) { return dbias_sum_bytes(p) + (ceil_div(bias_size(p), 32) + 3) * 4; }
 
-Status begin_dbias(BackwardParams* params, const tw_problem& p, const tw_tensors& t, void* memory, void* stream) {
+Status begin_dbias(BackwardParams* params, const tw_problem& p, const tw_tensors& t, void* memory, bool stored, void* stream) {
   const tw_tensor& bias = *t.dbias;
   DbiasSum& sum = params->dbias;
   sum.sum = static_cast<int64_t*>(memory);
@@ -151,12 +151,13 @@ Status begin_dbias(BackwardParams* params, const tw_problem& p, const tw_tensors
   const double rows = static_cast<double>(p.batch) * p.num_heads_q * p.seqlen_q;
   sum.log2_terms = bias_rows > 0 ? std::ilogb(std::max(1.0, rows / bias_rows)) + 1 : 0;
   sum.dropout_scale = params->score.dropout.scale;
-  if (const int error = launch_fill(static_cast<float*>(memory), 1, dbias_bytes(p) / 4, 0, 1, 0.f, stream); error != 0)
-    return device_error("dbias", error);
+  const int error = stored ? launch_fill(reinterpret_cast<float*>(sum.largest), 1, 3, 0, 1, 0.f, stream)
+                           : launch_fill(static_cast<float*>(memory), 1, dbias_bytes(p) / 4, 0, 1, 0.f, stream);
+  if (error != 0) return device_error("dbias", error);
   return Status();
 }
 
-Status finish_option_gradients(const BackwardParams& params, const tw_tensors& t, void* stream) {
+Status finish_option_gradients(const BackwardParams& params, const tw_tensors& t, bool dbias_stored, void* stream) {
   if (t.dalibi) {
     const tw_tensor& x = *t.dalibi;
     if (const int error = launch_dalibi(params, static_cast<float*>(x.data), x.ndim == 1 ? 0 : x.stride[0],
@@ -165,7 +166,7 @@ Status finish_option_gradients(const BackwardParams& params, const tw_tensors& t
       return device_error("dalibi", error);
   }
   if (t.dbias)
-    if (const int error = launch_dbias(params, t.dbias->data, t.dbias->dtype, t.dbias->shape, t.dbias->stride, stream); error != 0)
+    if (const int error = launch_dbias(params, t.dbias->data, t.dbias->dtype, t.dbias->shape, t.dbias->stride, dbias_stored, stream); error != 0)
       return device_error("dbias", error);
   return Status();
 }
@@ -277,7 +278,7 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
     params.block_m = config.turn_rows();
   }
   if (t.dalibi) params.dalibi_parts = floats(layout.dalibi_parts), params.dalibi_split = 1;
-  if (t.dbias) TW_RETURN_IF_ERROR(begin_dbias(&params, p, t, base + layout.dbias, stream));
+  if (t.dbias) TW_RETURN_IF_ERROR(begin_dbias(&params, p, t, base + layout.dbias, false, stream));
   const Element element = element_of(p.dtype);
   const bool has_queries = query_rows(p) > 0 && p.num_heads_q > 0;
   if (has_queries)
@@ -297,7 +298,7 @@ Status run_backward_sm80(const Plan& plan, const tw_tensors& t, void* workspace,
   if (t.dsink)
     if (const int error = launch_dsink(params, static_cast<float*>(t.dsink->data), t.dsink->stride[0], false, stream); error != 0)
       return device_error("dsink", error);
-  return finish_option_gradients(params, t, stream);
+  return finish_option_gradients(params, t, false, stream);
 }
 
 }  // namespace tilewise::cuda

@@ -22,7 +22,8 @@ int64_t backward_padded_rows(const tw_problem& problem);  // per head
 
 // Sums of dbias: their bytes, zeros in front of everything that reads or adds to them; and dalibi and dbias from their sums, behind.
 int64_t dbias_bytes(const tw_problem& problem);
-Status begin_dbias(BackwardParams* params, const tw_problem& problem, const tw_tensors& tensors, void* memory, void* stream);
-Status finish_option_gradients(const BackwardParams& params, const tw_tensors& tensors, void* stream);
+// `stored`: the main kernel writes dbias itself, and sums are needed only where all is computed again.
+Status begin_dbias(BackwardParams* params, const tw_problem& problem, const tw_tensors& tensors, void* memory, bool stored, void* stream);
+Status finish_option_gradients(const BackwardParams& params, const tw_tensors& tensors, bool dbias_stored, void* stream);
 
 }  // namespace tilewise::cuda

@@ -111,12 +111,14 @@ struct DbiasParams {
   BackwardParams backward;
   void* dbias;
   int32_t dtype;
+  bool only_again;  // only if all has been computed again: else it is there already
   int64_t shape[4], stride[4];
 };
 
 // From the integer sums to dbias, of any float type and strides.
 template <int kThreads = 256>
 __global__ void __launch_bounds__(kThreads) dbias_kernel(const __grid_constant__ DbiasParams p) {
+  if (p.only_again && p.backward.again->wanted == 0) return;
   const DbiasSum& from = p.backward.dbias;
   const int exponent = dbias_exponent(from, p.backward.head_dim_v);
   const int64_t total = p.shape[0] * p.shape[1] * p.shape[2] * p.shape[3];

@@ -187,10 +187,13 @@ __device__ __forceinline__ void backward_pre_rows(const BackwardParams& p, unsig
       keep_largest(p.dbias.largest + 1, writes ? sum : 0.f);
     }
     if (!writes) continue;
-    const bool empty = lse == kMinusInf;
+    // A row that has nothing but the least float of a bias, whose lse has no room for log(n) beside it, is as one that sees no key: no gradients.
+    const bool empty = lse * kLog2E == kMinusInf;
     p.lse_log2[padded + own] = empty ? -kMinusInf : lse * kLog2E;
     p.delta[padded + own] = empty ? 0.f : sum * p.delta_scale;
-    if (p.row_columns) {
+    if (p.columns_are_lse) {
+      reinterpret_cast<float*>(p.row_columns)[padded + own] = empty ? -kMinusInf : lse;
+    } else if (p.row_columns) {
       auto* const columns = reinterpret_cast<uint4*>(p.row_columns + (padded + own) / 8 * 256) + own % 8;
       // 2^100 makes 2^(scale (q k - 2^100)) zero, and stays finite where it meets the zeros of the other operand.
       columns[0] = bfloat16_parts(empty ? copysignf(0x1p100f, p.inverse_scale) : lse * p.inverse_scale);

@@ -22,7 +22,7 @@
 #include "cuda/backward_sm90_helpers.cuh"
 #include "cuda/ptx/reduce.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "cuda/tile/options_sm90.cuh"
+#include "cuda/tile/bias_sm90.cuh"
 
 namespace tilewise::cuda {
 
@@ -279,8 +279,10 @@ struct KeyGradientSm90 : PointwiseSm90<C> {
     ring.wait_k(shared, n);
     G::begin_head(*block, at.head);
     G::load_facts(state);
+    G::copy_bias(*block, at.head, at.tile);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
     G::template issue_scores<false>(x, shared.k(n), shared.q(ring.stage), shared.rows(ring.stage));
+    G::load_lse(state, shared.rows(ring.stage));
     G::draw(state, at.tile);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(x);
@@ -289,13 +291,24 @@ struct KeyGradientSm90 : PointwiseSm90<C> {
     for (;;) {
       const int i0 = at.tile * C.block_m, done = ring.stage;
       float dp[kS];
-      G::make_weights(a_p, state, x, i0, at.head, shared.rows(done));
+      G::make_weights(a_p, state, x, i0, at.head, shared.rows(done), ring.step());
       G::template issue_both<true>(dv, a_p, shared.dout(ring.step()), dp, shared.v(), shared.dout(ring.step()), shared.rows(done));
+      if constexpr (C.copies_bias()) {
+        if (left > 1 && G::copies_early()) {
+          TileWalk next = at;
+          next.advance(*block);
+          G::copy_bias(*block, next.head, next.tile);
+        }
+      }
+      G::load_delta(state, shared.rows(done));
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dv);
       ptx::wgmma_pin(a_p);
       ptx::wgmma_pin(dp);
-      make_gradients(a_ds, G::for_gradients(a_p, state), dp, i0, shared.rows(done));
+      if constexpr (C.copies_bias())
+        G::make_gradients(a_ds, [&](int n) { return make_uint4(a_p[4 * n], a_p[4 * n + 1], a_p[4 * n + 2], a_p[4 * n + 3]); }, dp, state, shared.rows(done));
+      else
+        make_gradients(a_ds, G::for_gradients(a_p, state), dp, i0, shared.rows(done));
       G::write_ds(a_ds, ring.step());
       G::add_sums(a_ds, i0, at.head);
       ring.next_step();
@@ -324,6 +337,8 @@ struct KeyGradientSm90 : PointwiseSm90<C> {
         G::template issue_both<false>(dk, a_ds, shared.q(done), x, shared.k(keys), shared.q(ring.stage), shared.rows(ring.stage));
         G::draw(state, at.tile);
         G::prefetch_bias(blocks.at(keys), at.head, at.tile);
+        if (left == 0 || !G::copies_early()) G::copy_bias(blocks.at(keys), at.head, at.tile);
+        G::load_lse(state, shared.rows(ring.stage));
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(dk);
         ptx::wgmma_pin(a_ds);
@@ -387,6 +402,7 @@ struct SplitValueSm90 : PointwiseSm90<C> {
     ring.wait_k(shared, n);
     G::begin_head(*block, at.head);
     G::load_facts(state);
+    G::copy_bias(*block, at.head, at.tile);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
     G::template issue_scores<false>(x, shared.k(0), shared.q(ring.stage), shared.rows(ring.stage));
     G::draw(state, at.tile);
@@ -395,7 +411,7 @@ struct SplitValueSm90 : PointwiseSm90<C> {
     if constexpr (kLeavesRows) arrive(shared.empty(ring.stage));
 #pragma unroll 1
     for (;;) {
-      G::make_weights(a_p, state, x, at.tile * C.block_m, at.head, shared.rows(ring.stage));
+      G::make_weights(a_p, state, x, at.tile * C.block_m, at.head, shared.rows(ring.stage), ring.step());
       if constexpr (!kLeavesRows) arrive(shared.empty(ring.stage));
       ptx::mbarrier_wait(shared.weights_empty(), (ring.step() & 1) ^ 1);
       const auto& weights = G::for_gradients(a_p, state);
@@ -417,6 +433,7 @@ struct SplitValueSm90 : PointwiseSm90<C> {
       G::template issue_both<false>(dv, a_p, shared.dout(done), x, shared.k(0), shared.q(ring.stage), shared.rows(ring.stage));
       G::draw(state, at.tile);
       G::prefetch_bias(*block, at.head, at.tile);
+      G::copy_bias(*block, at.head, at.tile);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(dv);
       ptx::wgmma_pin(a_p);
@@ -468,6 +485,7 @@ struct SplitKeySm90 : PointwiseSm90<C> {
     TileWalk at(*block);
     float dp[kS];
     uint32_t a_ds[kA];
+    [[maybe_unused]] typename G::State state;
     int done;
     ring.wait_v(shared);
     ptx::mbarrier_wait(shared.full(ring.stage), ring.parity());
@@ -479,7 +497,9 @@ struct SplitKeySm90 : PointwiseSm90<C> {
 #pragma unroll 1
     for (;;) {
       ptx::mbarrier_wait(shared.weights_full(), ring.step() & 1);
-      if (G::masked(at.tile * C.block_m))
+      if constexpr (C.copies_bias())
+        G::make_gradients(a_ds, [&](int n) { return ptx::load_shared_16(weights_at(*this, n)); }, dp, state, shared.rows(ring.stage));
+      else if (G::masked(at.tile * C.block_m))
         make_gradients<true>(a_ds, dp, shared.rows(ring.stage));
       else
         make_gradients<false>(a_ds, dp, shared.rows(ring.stage));
@@ -558,6 +578,8 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind
       }
       for (int n = 0; n < C.kTargets; ++n) ptx::mbarrier_init(shared.target_full(n), 1);
     }
+    if constexpr (C.copies_bias())
+      for (int n = 0; n < 2 * C.bias_warps(); ++n) ptx::mbarrier_init(shared.bias_full(n / 2, n % 2), 1);
     ptx::mbarrier_init(shared.weights_full(), 4);
     ptx::mbarrier_init(shared.weights_empty(), 4);
     for (int n = 0; n < C.stages; ++n) {
@@ -572,7 +594,7 @@ __global__ void __launch_bounds__(backward_sm90_config(kElement, kHeadDim, kKind
   ptx::wait_for_previous_kernels();
   if (p.backward.done != nullptr) ptx::let_next_kernel_start();  // post looks at what pre has cleared
   if constexpr (!C.plain()) {
-    if (C.has_sums() && warpgroup > 0)
+    if (C.has_sums() && warpgroup > 0 && (C.dalibi_lanes() == 32 || threadIdx.x - 128 < C.kConsumers * 4 * C.dalibi_lanes()))
       ptx::store_shared(shared.base + C.dalibi_offset() + (threadIdx.x - 128) * 4, 0u);
     if (threadIdx.x == 0) {
       if (C.has_sums() && p.backward.dbias.sum)

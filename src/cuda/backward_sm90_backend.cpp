@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/dtype.h"
 #include "cuda/backward.h"
 #include "cuda/config_backward_sm90_query.h"
 #include "cuda/device.h"
@@ -23,8 +24,13 @@ struct Sm90Kernels {  // what one line of kernels.def compiles
   int (*launch)(const BackwardSm90Params&, int, void*);
   int (*launch_options)(const BackwardSm90Params&, int, void*);
 
-  BackwardSm90Config config(const tw_problem& p) const {  // kFirst has that of kAny
-    return backward_sm90_config(element, head_dim, backward_kind(p), p.deterministic && has(p, TW_HAS_DQ) ? DqSums::kOrdered : DqSums::kAny);
+  BackwardSm90Config config(const tw_problem& p, BackwardKind kind) const {  // kFirst has that of kAny
+    return backward_sm90_config(element, head_dim, kind, p.deterministic && has(p, TW_HAS_DQ) ? DqSums::kOrdered : DqSums::kAny);
+  }
+  // Without softcap and dropout a bias is copied ahead if the tensor allows it, which only the call knows; else the general kernel runs, whose
+  // shape is the same and whose workspace is no larger.
+  BackwardSm90Config config(const tw_problem& p) const {
+    return config(p, has(p, TW_HAS_BIAS) && p.softcap == 0 && p.dropout_p == 0 ? BackwardKind::kBias : backward_kind(p));
   }
 };
 
@@ -49,12 +55,15 @@ const Sm90Kernels* find_kernels(const tw_problem& p) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Can a tile hold a pair that does not see each other, or a row that belongs to nobody?
-bool masks(const tw_problem& p) {
+// Is there a pair that does not see each other by window or length, or a row that belongs to nobody?
+bool hides_pairs(const tw_problem& p) {
   const Mask mask = mask_of(p);
-  return mask.left >= 0 || mask.right >= 0 || has(p, TW_HAS_BIAS) || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED ||
-         has(p, TW_HAS_SEQUSED_Q) || has(p, TW_HAS_SEQUSED_K);
+  return mask.left >= 0 || mask.right >= 0 || p.q_layout == TW_PACKED || p.k_layout == TW_PACKED || has(p, TW_HAS_SEQUSED_Q) ||
+         has(p, TW_HAS_SEQUSED_K);
 }
+
+// Can a tile hold one?
+bool masks(const tw_problem& p) { return hides_pairs(p) || has(p, TW_HAS_BIAS); }
 
 // Does who adds first to a tile of dq store? Always where sums are ordered; else, without options, if few key blocks see a tile.
 bool first_stores(const tw_problem& p, const BackwardSm90Config& config) {
@@ -79,6 +88,22 @@ int64_t num_dalibi_parts(const tw_problem& p, const BackwardSm90Config& config) 
   return p.batch * p.num_heads_q * ceil_div(p.seqlen_k, config.block_n()) * config.kDalibiParts;
 }
 
+BiasStrips strips_of(const tw_problem& p, const ScoreParams& score, const BackwardSm90Config& config) {
+  return {score.bias, score.bias_dtype, {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k},
+          {score.bias_batch, score.bias_head, score.bias_row, score.bias_key},
+          score.bias_row == 0 ? 16 : config.bias_box(static_cast<int>(dtype_size(score.bias_dtype)))};
+}
+
+// Can dbias be stored, 16 bytes at a time? Each element belongs to one pair, and rows are contiguous.
+bool stores_dbias(const tw_problem& p, const tw_tensors& t) {
+  if (!has(p, TW_HAS_DBIAS) || p.seqlen_k % 8 != 0 || reinterpret_cast<uintptr_t>(t.dbias->data) % 16 != 0) return false;
+  const int64_t shape[4] = {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k};
+  int64_t stride = 1;
+  for (int n = 3; n >= 0; stride *= shape[n--])
+    if (t.dbias->shape[n] != shape[n] || (shape[n] > 1 && t.dbias->stride[n] != stride)) return false;
+  return true;
+}
+
 // The workspace, cut into arrays of 128-byte multiples.
 struct Workspace {
   int64_t lse_log2, delta, row_columns, dq_sum, ticket, turn, again, done, dalibi_parts, dbias, total;
@@ -93,7 +118,7 @@ struct Workspace {
     };
     lse_log2 = take(true, rows * 4);
     delta = take(true, rows * 4);
-    row_columns = take(config.lse_is_column(), rows * 32);
+    row_columns = take(config.lse_is_column() || config.copies_bias(), rows * (config.lse_is_column() ? 32 : 4));
     dq_sum = take(has(p, TW_HAS_DQ), rows * config.head_dim * 4);  // in two passes only what computes again, or backward_sm80, needs it
     ticket = take(true, 8);
     // Four a tile also where one would do: what computes again takes turns of 32 rows or more.
@@ -118,7 +143,7 @@ int left_to_post(const Plan& plan, int processors) {
 }
 
 std::string describe(const tw_problem& p, const BackwardSm90Config& c) {
-  constexpr const char* kKindNames[] = {"", "dropout, ", "general, "};
+  constexpr const char* kKindNames[] = {"", "dropout, ", "general, ", "", "bias, "};
   const std::string tile = concat("tile ", c.block_m, "x", c.block_n(), "x", c.head_dim, c.split ? ", dK and dV apart, " : ", ", c.stages,
                                   " stages, ", c.shared_bytes(), " bytes shared");
   if (!c.two_passes()) return concat(kKindNames[static_cast<int>(c.kind)], tile, p.deterministic ? ", ordered sums" : "");
@@ -176,7 +201,8 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   if (!tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) || !tensor_map_possible(*t.dout))
     return run_backward_sm80(plan, t, workspace, stream);
   const Sm90Kernels& kernels = *find_kernels(p);
-  const BackwardSm90Config config = kernels.config(p);
+  BackwardSm90Config config = kernels.config(p);
+  if (config.copies_bias() && !bias_strips_possible(strips_of(p, score_params(p, t), config))) config = kernels.config(p, BackwardKind::kGeneral);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
 
@@ -189,6 +215,15 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   TW_RETURN_IF_ERROR(tensor_map({t.k, p.head_dim, config.block_n(), panels(p.head_dim)}, &params.k));
   TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, config.block_n(), panels(p.head_dim_v)}, &params.v));
   TW_RETURN_IF_ERROR(tensor_map({t.dout, p.head_dim_v, config.block_m, panels(p.head_dim_v)}, &params.dout));
+  if (config.copies_bias()) {
+    const BiasStrips strips = strips_of(p, score_params(p, t), config);
+    TW_RETURN_IF_ERROR(bias_strips(strips, &params.bias.map));
+    const bool rows_differ = strips.stride[2] != 0;
+    params.bias.box_rows = strips.box_rows;
+    params.bias.bytes = static_cast<int32_t>(dtype_size(strips.dtype));
+    params.bias.part_rows = rows_differ ? 16 * config.bias_slots(params.bias.bytes) : 16;
+    params.bias.chunk_bytes = rows_differ ? 256 * params.bias.bytes : 0;
+  }
   if (t.dk) params.dk_aligned = t.dk->dtype != TW_FLOAT32 && rows_aligned(*t.dk);
   if (t.dv) params.dv_aligned = t.dv->dtype != TW_FLOAT32 && rows_aligned(*t.dv);
 
@@ -205,7 +240,8 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   auto* base = static_cast<char*>(workspace);
   backward.lse_log2 = reinterpret_cast<float*>(base + layout.lse_log2);
   backward.delta = reinterpret_cast<float*>(base + layout.delta);
-  if (config.lse_is_column()) backward.row_columns = reinterpret_cast<uint8_t*>(base + layout.row_columns);
+  if (config.lse_is_column() || config.copies_bias()) backward.row_columns = reinterpret_cast<uint8_t*>(base + layout.row_columns);
+  backward.columns_are_lse = config.copies_bias();
   if (t.dq) backward.dq_sum = reinterpret_cast<float*>(base + layout.dq_sum);
   backward.num_key_blocks = static_cast<int32_t>(ceil_div(p.seqlen_k, config.block_n()));
   backward.num_query_blocks = static_cast<int32_t>(ceil_div(p.seqlen_q, config.block_m));
@@ -230,6 +266,9 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
     params.section = std::min(heads_in_turns(backward, config, blocks), params.num_tasks / backward.num_key_blocks);
   else if (backward.score.window_right >= 0 && backward.score.window_left < 0)
     params.section = static_cast<int32_t>(ceil_div(3 * blocks, 2 * backward.num_key_blocks));
+  // Batch entries that share a bias take turns, see find_key_block().
+  if (config.copies_bias() && backward.score.bias_batch == 0 && !backward.sequence.packed_k)
+    params.section = static_cast<int32_t>(ceil_div(std::max(params.section, 1), p.batch) * p.batch);
 
   if (config.two_passes()) {
     const QueryPass query = query_pass(p, config);
@@ -247,7 +286,15 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
     if (const int error = launch_fill(backward.dalibi_parts, 1, num_dalibi_parts(p, config), 0, 1, 0.f, stream); error != 0)
       return device_error("dalibi", error);
   }
-  if (t.dbias) TW_RETURN_IF_ERROR(begin_dbias(&backward, p, t, base + layout.dbias, stream));
+  const bool dbias_stored = config.copies_bias() && stores_dbias(p, t);
+  if (dbias_stored) {
+    params.dbias = {t.dbias->data, t.dbias->dtype, static_cast<int32_t>(p.seqlen_k), p.num_heads_q * p.seqlen_q * p.seqlen_k, p.seqlen_q * p.seqlen_k};
+    const int64_t bytes = p.batch * params.dbias.batch * (t.dbias->dtype == TW_FLOAT32 ? 4 : 2);
+    if (hides_pairs(p))
+      if (const int error = launch_fill(static_cast<float*>(t.dbias->data), 1, bytes / 4, 0, 1, 0.f, stream); error != 0)
+        return device_error("dbias", error);
+  }
+  if (t.dbias) TW_RETURN_IF_ERROR(begin_dbias(&backward, p, t, base + layout.dbias, dbias_stored, stream));
   BackwardParams before = backward;
   if (config.two_passes()) before.dq_sum = nullptr;  // no zeros: what computes again writes its own
   if (const int error = launch_backward_pre(before, element, true, stream); error != 0) return device_error("backward_pre", error);
@@ -270,7 +317,7 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   if (t.dsink)
     if (const int error = launch_dsink(backward, static_cast<float*>(t.dsink->data), t.dsink->stride[0], true, stream); error != 0)
       return device_error("dsink", error);
-  return finish_option_gradients(backward, t, stream);
+  return finish_option_gradients(backward, t, dbias_stored, stream);
 }
 
 KernelRow backward_sm90_row() {

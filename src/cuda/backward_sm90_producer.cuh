@@ -74,7 +74,7 @@ struct KeyBlocksSm90 {
       const bool exists = ticket < p.num_tasks;
       if (!C.helpers || lane == 0) {
         next.b = -1;
-        if (exists) find_key_block<C.block_m, C.block_n(), C.helpers>(next, p.backward, static_cast<unsigned>(ticket), p.section);
+        if (exists) find_key_block<C.block_m, C.block_n(), C.helpers, C.copies_bias()>(next, p.backward, static_cast<unsigned>(ticket), p.section);
       }
       if (C.helpers) __syncwarp();
       if (!exists || uniform(next.num_tiles) > 0) break;
@@ -196,7 +196,7 @@ struct LoaderSm90 {
     if constexpr (C.lse_is_column())
       ptx::bulk_load(shared.rows(stage), block.row_columns + padded * 32, C.lse_bytes(), full);
     else
-      ptx::bulk_load(shared.rows(stage), b.lse_log2 + first, C.lse_bytes(), full);
+      ptx::bulk_load(shared.rows(stage), (C.copies_bias() ? reinterpret_cast<const float*>(b.row_columns) : b.lse_log2) + first, C.lse_bytes(), full);
     if constexpr (!C.plain()) ptx::bulk_load(shared.rows(stage) + C.delta_offset(), b.delta + first, C.block_m * 4, full);
   }
 

@@ -26,6 +26,8 @@ struct BackwardSm90Config {
   bool helpers = false;
 
   TW_HOST_DEVICE constexpr bool plain() const { return kind == BackwardKind::kPlain; }
+  TW_HOST_DEVICE constexpr bool copies_bias() const { return kind == BackwardKind::kBias; }
+  TW_HOST_DEVICE constexpr bool general() const { return kind == BackwardKind::kGeneral || copies_bias(); }
   // dK and dV by one kernel, dq by another (config_backward_sm90_query.h), and no sums of dq: these would limit it.
   TW_HOST_DEVICE constexpr bool two_passes() const { return split && plain(); }
   static constexpr int kConsumers = 2;  // warpgroups
@@ -67,17 +69,35 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int do_offset() const { return q_offset() + stages * q_bytes(); }
   TW_HOST_DEVICE constexpr int ds_offset() const { return do_offset() + kDoutStages * q_bytes(); }
   TW_HOST_DEVICE constexpr int p_offset() const { return ds_offset() + 2 * ds_bytes(); }
-  TW_HOST_DEVICE constexpr int rows_offset() const { return p_offset() + p_bytes(); }
+  TW_HOST_DEVICE constexpr int bias_offset() const { return p_offset() + p_bytes(); }
+  TW_HOST_DEVICE constexpr int rows_offset() const { return bias_offset() + bias_bytes(); }
   TW_HOST_DEVICE constexpr int barrier_offset() const { return rows_offset() + stages * row_bytes(); }
-  TW_HOST_DEVICE constexpr int num_barriers() const { return 13 + 4 * stages + (helpers ? 5 + kTargets : 0); }
+  TW_HOST_DEVICE constexpr int num_barriers() const { return 13 + 4 * stages + (helpers ? 5 + kTargets : 0) + (copies_bias() ? 2 * bias_warps() : 0); }
   TW_HOST_DEVICE constexpr int target_offset() const { return barrier_offset() + (num_barriers() + 1) / 2 * 16; }
   TW_HOST_DEVICE constexpr int load_offset() const { return target_offset() + 16 * kTargets; }
   TW_HOST_DEVICE constexpr int count_offset() const { return load_offset() + 2 * kLoadBytes; }  // of warps that have left V
   // Gradients of bias and ALiBi slopes; where one warpgroup has dK alone, registers do not suffice.
-  TW_HOST_DEVICE constexpr bool has_sums() const { return kind == BackwardKind::kGeneral && !split; }
+  TW_HOST_DEVICE constexpr bool has_sums() const { return general() && !split; }
   static constexpr int kDalibiParts = 4 * kConsumers;  // of a key block and head: one a warp
 
+  TW_HOST_DEVICE constexpr int dalibi_lanes() const { return copies_bias() ? 1 : 32; }  // sums of a warp, on their way to one
+
   static constexpr int kFactBytes = 64;  // of a head, a warp: see OptionsSm90
+
+  // Tiles of bias, a strip of 16 keys for each warp that makes P (BiasSm90): chunks of 16 queries, 512 bytes at 16 bits an element. A strip
+  // holds those of a whole tile, at head dim 64 seven of eight; the last one, or the rest of float32, takes the place of what has been read.
+  TW_HOST_DEVICE constexpr int bias_chunks() const { return block_m / 16; }
+  TW_HOST_DEVICE constexpr int bias_warps() const { return split ? 4 : 4 * kConsumers; }
+  TW_HOST_DEVICE constexpr int strip_bytes() const { return 512 * (bias_chunks() < 8 ? bias_chunks() : 7); }
+  TW_HOST_DEVICE constexpr int bias_bytes() const { return copies_bias() ? bias_warps() * strip_bytes() : 0; }
+  TW_HOST_DEVICE constexpr int bias_slots(int element_bytes) const {  // chunks that fit
+    const int fit = strip_bytes() / (256 * element_bytes);
+    return fit < bias_chunks() ? fit : bias_chunks();
+  }
+  TW_HOST_DEVICE constexpr int bias_box(int element_bytes) const {  // rows copied at a time
+    const int slots = bias_slots(element_bytes);
+    return 16 * (bias_chunks() % slots == 0 ? slots : 1);
+  }
 
   // Options: seed and offset of dropout; the unit of dbias; facts of a head; sums of dalibi.
   TW_HOST_DEVICE constexpr int seed_offset() const { return count_offset() + 16; }
@@ -85,7 +105,7 @@ struct BackwardSm90Config {
   TW_HOST_DEVICE constexpr int facts_offset() const { return unit_offset() + 16; }
   TW_HOST_DEVICE constexpr int dalibi_offset() const { return facts_offset() + kConsumers * 4 * kFactBytes; }
   TW_HOST_DEVICE constexpr int block_offset() const {
-    return plain() ? count_offset() + 16 : dalibi_offset() + (has_sums() ? kConsumers * 128 * 4 : 0);
+    return plain() ? count_offset() + 16 : dalibi_offset() + (has_sums() ? kConsumers * 4 * dalibi_lanes() * 4 : 0);
   }
   TW_HOST_DEVICE constexpr int shared_bytes() const { return block_offset() + 2 * kBlockBytes; }
 

@@ -113,6 +113,7 @@ enum class BackwardKind : int {
   kDropout,  // the same with dropout
   kGeneral,  // everything
   kOrdered,  // plain, with ordered sums of dQ, where BackwardConfig::knows_order()
+  kBias,     // sm_90a: a bias or mask whose tiles are copied ahead, with everything but softcap and dropout
 };
 
 struct BackwardConfig {

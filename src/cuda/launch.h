@@ -90,6 +90,6 @@ int launch_dalibi(const BackwardParams& params, float* dalibi, int64_t stride_ba
                   void* stream);
 int launch_largest_value(const BackwardParams& params, Element element, void* stream);  // into dbias.largest
 int launch_dbias(const BackwardParams& params, void* dbias, int32_t dtype, const int64_t (&shape)[4], const int64_t (&stride)[4],
-                 void* stream);
+                 bool only_again, void* stream);
 
 }  // namespace tilewise::cuda

@@ -66,6 +66,7 @@ int launch_backward_sm90_options(const BackwardSm90Params& params, int num_block
     return start_backward_sm90<kElement, kHeadDim, DqSums::kAny, kKind>(params, num_blocks, stream);
   };
   if (params.kind == BackwardKind::kDropout) return start.template operator()<BackwardKind::kDropout>();
+  if (params.kind == BackwardKind::kBias) return start.template operator()<BackwardKind::kBias>();
   return start.template operator()<BackwardKind::kGeneral>();
 }
 

@@ -156,6 +156,8 @@ struct BackwardParams {
   // a head as soon as its key blocks have been counted. Null: it waits for the main kernel.
   int32_t* done;
   bool only_again;  // post: only if all has been computed again
+  // sm_90a, with a bias: row_columns has lse itself instead, a float a row; +inf as in lse_log2.
+  bool columns_are_lse;
 };
 
 TW_HOST_DEVICE inline int64_t padded_row(const SequenceParams& p, int64_t q_begin, int64_t b) {

@@ -22,6 +22,20 @@ struct BackwardSm90Params {
   // blocks of the second pass start where those of the first end; and is this kernel the second, which then waits for the first at its end only?
   int32_t num_query_tasks, query_section;
   bool keys_first, passes_overlap, second_pass;
+  // Where tiles of bias are copied ahead: [batch, head, 1, query, key], boxes of box_rows by 16 keys, elements of so many bytes. A part of a tile
+  // is so many rows of it (see BackwardSm90Config::bias_slots()), and chunks of it lie so many bytes apart: 0 where all queries have the
+  // same bias, and one chunk of it is enough.
+  struct {
+    CUtensorMap map;
+    int32_t box_rows, bytes, part_rows, chunk_bytes;
+  } bias;
+  // dbias itself, contiguous, where each of its elements belongs to one pair: stored and not summed. data null: backward.dbias.
+  struct {
+    void* data;
+    int32_t dtype;  // tw_dtype
+    int32_t seqlen_k;  // keys of a row, a multiple of 8
+    int64_t batch, head;
+  } dbias;
 };
 
 }  // namespace tilewise::cuda

@@ -79,7 +79,7 @@ Key make_key(const TensorMapRequest& request) {
   return key;
 }
 
-Key make_bias_key(const tw_tensor& bias, int box_rows, int box_keys) {
+Key make_bias_key(const tw_tensor& bias, int box_keys) {
   Key key = {};
   key.data = reinterpret_cast<uint64_t>(bias.data);
   for (int n = 0; n < 4; ++n) {  // from the keys outwards
@@ -88,9 +88,23 @@ Key make_bias_key(const tw_tensor& bias, int box_rows, int box_keys) {
     if (n > 0) key.stride[n - 1] = moves ? static_cast<uint64_t>(bias.stride[3 - n] * dtype_size(bias.dtype)) : 16;
   }
   key.size[4] = 1, key.stride[3] = 16;
-  key.box[0] = static_cast<uint32_t>(box_keys), key.box[1] = static_cast<uint32_t>(box_rows), key.box[2] = key.box[3] = 1;
+  key.box[0] = static_cast<uint32_t>(box_keys), key.box[1] = 64, key.box[2] = key.box[3] = 1;
   key.type = type_of(bias.dtype);
   key.swizzle = bias.dtype == TW_BOOL ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  return key;
+}
+
+Key make_strips_key(const BiasStrips& bias) {
+  Key key = {};
+  key.data = reinterpret_cast<uint64_t>(bias.data);
+  const int64_t size = dtype_size(bias.dtype);
+  const auto bytes = [&](int dim) { return bias.shape[dim] == 1 ? uint64_t{16} : static_cast<uint64_t>(bias.stride[dim] * size); };
+  const int64_t sizes[5] = {bias.shape[3], bias.shape[2], 1, bias.shape[1], bias.shape[0]};
+  for (int n = 0; n < 5; ++n) key.size[n] = static_cast<uint64_t>(sizes[n]);
+  key.stride[0] = bytes(2), key.stride[1] = 16, key.stride[2] = bytes(1), key.stride[3] = bytes(0);
+  key.box[0] = 16, key.box[1] = static_cast<uint32_t>(bias.box_rows), key.box[2] = key.box[3] = 1;
+  key.type = type_of(bias.dtype);
+  key.swizzle = size == 4 ? CU_TENSOR_MAP_SWIZZLE_64B : size == 2 ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_NONE;
   return key;
 }
 
@@ -153,10 +167,23 @@ bool bias_map_possible(const tw_tensor& x) {
   return true;
 }
 
+bool bias_strips_possible(const BiasStrips& bias) {
+  if (reinterpret_cast<uintptr_t>(bias.data) % 16 != 0 || bias.stride[3] != 1) return false;
+  for (int n = 0; n < 3; ++n) {
+    const int64_t bytes = bias.stride[n] * dtype_size(bias.dtype);
+    if (bytes % 16 != 0 || bytes < 0 || bytes >= int64_t{1} << 40) return false;
+  }
+  for (const int64_t size : bias.shape)
+    if (size < 1 || size > int64_t{1} << 31) return false;
+  return true;
+}
+
 Status tensor_map(const TensorMapRequest& request, CUtensorMap* map) { return encode_once(make_key(request), map); }
 
-Status bias_map(const tw_tensor& bias, int box_rows, int box_keys, CUtensorMap* map) {
-  return encode_once(make_bias_key(bias, box_rows, box_keys), map);
+Status bias_map(const tw_tensor& bias, int box_keys, CUtensorMap* map) {
+  return encode_once(make_bias_key(bias, box_keys), map);
 }
+
+Status bias_strips(const BiasStrips& bias, CUtensorMap* map) { return encode_once(make_strips_key(bias), map); }
 
 }  // namespace tilewise::cuda

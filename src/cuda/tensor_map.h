@@ -27,8 +27,19 @@ Status tensor_map(const TensorMapRequest& request, CUtensorMap* map);
 // The same of a bias or a boolean mask [batch, head, row, key]: 16-byte aligned base and strides other than 0, the last one 1.
 bool bias_map_possible(const tw_tensor& bias);
 
-// The map with dimensions [1, batch, head, row, key], dimensions of stride 0 of size 1; boxes of box_rows rows of box_keys keys, 128
+// The map with dimensions [1, batch, head, row, key], dimensions of stride 0 of size 1; boxes of 64 rows of box_keys keys, 128
 // bytes, or 64 of a mask.
-Status bias_map(const tw_tensor& bias, int box_rows, int box_keys, CUtensorMap* map);
+Status bias_map(const tw_tensor& bias, int box_keys, CUtensorMap* map);
+
+// A bias or mask as strips of 16 keys, boxes of `box_rows` queries: dimensions [batch, head, 1, query, key] (innermost last), all of them counted
+// through, those that share it with stride 0. Pieces of 16 bytes change places with the row: 32-byte swizzle at 16 bits, 64-byte of float32.
+struct BiasStrips {
+  const void* data;
+  int32_t dtype;
+  int64_t shape[4], stride[4];  // [batch, head, query, key], in elements
+  int box_rows;
+};
+bool bias_strips_possible(const BiasStrips& bias);
+Status bias_strips(const BiasStrips& bias, CUtensorMap* map);
 
 }  // namespace tilewise::cuda

@@ -26,6 +26,9 @@ const std::string kProblems[] = {
     "bwd bf16 cuda b=2 hq=4 sq=1000 sk=1025 d=256 deterministic",  // whose second is the call's last kernel
     "bwd f16 cuda b=2 hq=4 hk=2 sq=1000 sk=1025 d=256 deterministic",
     "bwd bf16 cuda b=1 hq=8 hk=1 sq=900 sk=1300 d=256 causal deterministic",  // dk's pass, the first of two, leaves most multiprocessors free
+    "bwd bf16 cuda b=2 hq=8 hk=4 sq=600 sk=704 d=64 bias=bf16:hqk dbias deterministic",
+    "bwd f16 cuda b=9 hq=8 hk=4 sq=300 sk=704 d=128 mask=bqk causal deterministic",
+    "bwd bf16 cuda b=2 hq=8 sq=700 sk=704 d=256 bias=f32:qk causal deterministic",
     "bwd bf16 cuda b=2 hq=4 hk=2 sq=600 sk=700 d=64 causal deterministic" + kNanRows,
     "bwd bf16 cuda b=2 hq=4 hk=2 sq=600 sk=700 d=256 causal deterministic" + kNanRows,
 };

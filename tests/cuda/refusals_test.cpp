@@ -80,8 +80,8 @@ const ChoiceCase kChoiceCases[] = {
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=96 softcap=20 causal", "backward_sm90", "general, tile 64x128x128"},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=256 softcap=20 alibi=bh bias=f32:hqk dropout=0.1", "backward_sm90", "general, tile 64x64x256"},
     {"bwd f16 cuda b=2 hq=8 sq=2048 d=64 alibi=h dalibi", "backward_sm90", "general, tile 128x128x64"},
-    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=bf16:bqk dbias deterministic", "backward_sm90", "general, tile 64x128x128"},
-    {"bwd bf16 cuda b=4 hq=8 sq=500 d=128 packed_q=1200 packed_k=1200 mask=bhqk causal", "backward_sm90", "general, tile 64x128x128"},
+    {"bwd bf16 cuda b=2 hq=8 sq=2048 d=128 bias=bf16:bqk dbias deterministic", "backward_sm90", "bias, tile 64x128x128"},
+    {"bwd bf16 cuda b=4 hq=8 sq=500 d=128 packed_q=1200 packed_k=1200 mask=bhqk causal", "backward_sm90", "bias, tile 64x128x128"},
     {"bwd bf16 cuda b=2 hq=8 sq=2048 d=256 bias=bf16:bqk dbias", "backward_sm80", "general"},
     {"bwd f32 cuda b=2 hq=8 sq=2048 d=64 dropout=0.1", "backward_sm80", "dropout"},
 };

@@ -260,6 +260,26 @@ std::vector<Check> backward_cases() {
       few(std::string("b=9 hq=2 hk=1 sq=30 sk=200 causal d=") + d + margin), few(std::string("b=9 hq=2 hk=1 sq=130 sk=700 deterministic d=") + d + margin);
       few(std::string("b=2 hq=6 hk=2 sq=700 sk=400 causal deterministic d=") + d + margin);
     }
+    // Bias and masks whose tiles can be copied ahead, rows of a multiple of 16 bytes: every type and broadcast, and what they meet.
+    const std::string copied = std::string("b=2 hq=4 hk=2 sq=300 sk=336 d=") + d;
+    int turn = 0;
+    const auto alternate = [&](const std::string& text, Layout layout = Layout::kContiguous) {
+      cases.push_back({(turn++ % 2 ? "bwd f16 " : "bwd bf16 ") + text, layout});
+    };
+    for (const std::string bias : {" bias=bf16:", " bias=f32:", " mask="}) {
+      for (const char* dims : {"bhqk sm_margin=129", "hqk causal", "bqk", "qk causal", "bhk sm_margin=129", "bk causal"}) alternate(copied + bias + dims);
+      for (const char* rest : {"hqk window=40,30 deterministic", "bqk dropout=0.2 seed=4", "qk alibi=h dalibi causal", "bk seqused_q seqused_k causal", "bhqk scale=0 deterministic",
+                               "hqk causal softcap=9 alibi=bh dropout=0.3 sink dsink dlse", "hqk sm_margin=131 causal deterministic", "bhqk no_dq"})
+        alternate(copied + bias + rest);
+      if (bias != " mask=")
+        for (const char* rest : {"bhqk dbias", "hqk dbias sm_margin=131", "bhqk dbias causal alibi=h seqused_q seqused_k", "bk dbias deterministic"}) alternate(copied + bias + rest);
+      for (const char* lengths : {"b=3 hq=2 sq=1 sk=16", "b=1 hq=2 hk=1 sq=129 sk=2064 sm_margin=131"}) alternate(lengths + bias + "hqk d=" + d);
+      for (const Layout layout : {Layout::kUnaligned, Layout::kExpanded}) alternate(copied + bias + "hqk", layout);
+      alternate(std::string("b=7 hq=4 hk=1 sq=200 sk=208 packed_q=900 packed_k=800 d=") + d + bias + "bqk causal");
+    }
+    for (const char* rest : {" bias=f16:hqk", " bias=f16:bhqk dbias causal"}) cases.push_back({"bwd bf16 " + copied + rest});
+    for (const char* rest : {" mask=bhqk causal", " mask=bhqk dropout=0.3", " mask=bhqk window=20,10", " bias=bf16:bhqk causal"})
+      cases.push_back({std::string("bwd bf16 b=2 hq=4 hk=2 sq=150 sk=176 d=") + d + rest, Layout::kContiguous, InputKind::kGaussian, false, true});
     // Float32 gradients, several tasks a block.
     cases.push_back({"bwd bf16 " + s + " causal sm_margin=131", Layout::kContiguous, InputKind::kGaussian, true});
     cases.push_back({"bwd bf16 " + packed + " packed_q=900 packed_k=800 sm_margin=131", Layout::kContiguous, InputKind::kGaussian, true});

@@ -24,6 +24,12 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32
                : "memory");
 }
 
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
 // 16 bytes, or nothing. A predicate and no branch: warps stay together.
 __device__ __forceinline__ void store_global_if(bool wanted, void* global, const uint32_t (&x)[4]) {
   asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(global),

@@ -44,6 +44,8 @@ struct SharedBackwardSm90 {
   __device__ __forceinline__ uint32_t wanted() const { return barrier(13 + 4 * C.stages); }
   __device__ __forceinline__ uint32_t turn(uint32_t step) const { return barrier(14 + 4 * C.stages + (step & 1)); }
   __device__ __forceinline__ uint32_t sums(uint32_t step) const { return barrier(16 + 4 * C.stages + (step & 1)); }
+  // The bias of a tile, and the parts of it that follow.
+  __device__ __forceinline__ uint32_t bias_full(int warp, bool follows) const { return barrier(C.num_barriers() - 2 * C.bias_warps() + 2 * warp + follows); }
   __device__ __forceinline__ uint32_t target_full(uint32_t step) const { return barrier(18 + 4 * C.stages + step % C.kTargets); }
 };
 
@@ -62,10 +64,14 @@ struct GradientSm90 {
   __device__ __forceinline__ static const uint32_t (&for_gradients(const uint32_t (&a)[kA], const State&))[kA] { return a; }
   __device__ __forceinline__ void begin_head(const KeyBlock&, int) const {}
   __device__ __forceinline__ void load_facts(State&) const {}
+  __device__ __forceinline__ void load_lse(auto&, uint32_t) const {}
+  __device__ __forceinline__ void load_delta(auto&, uint32_t) const {}
   __device__ __forceinline__ void add_sums(const uint32_t (&)[kA], int, int) const {}
   __device__ __forceinline__ void end_head(int) const {}
   __device__ __forceinline__ void draw(State&, int) const {}
   __device__ __forceinline__ void prefetch_bias(const KeyBlock&, int, int) const {}
+  __device__ __forceinline__ void copy_bias(const KeyBlock&, int, int) const {}
+  __device__ __forceinline__ bool copies_early() const { return false; }
 
   const BackwardSm90Params& p;
   const SharedBackwardSm90<C> shared;
@@ -223,7 +229,7 @@ struct GradientSm90 {
     return i0 < full[0] || i0 + C.block_m > full[1];
   }
 
-  __device__ __forceinline__ void make_weights(uint32_t (&a)[kA], State&, const float (&x)[kS], int i0, int, uint32_t) const {
+  __device__ __forceinline__ void make_weights(uint32_t (&a)[kA], State&, const float (&x)[kS], int i0, int, uint32_t, uint32_t) const {
     if (masked(i0))
       weights<true>(a, x, i0);
     else

@@ -33,6 +33,9 @@ struct KeyBlock {
 // queries that it sees. It finds a tile just after the block that must come before has left it, and nobody waits.
 __device__ __forceinline__ bool last_keys_first(const BackwardParams& p) { return p.deterministic && p.score.window_right >= 0; }
 
+// Do batch entries have the same bias? (With packed keys there is one more, of rows that belong to nobody.)
+__device__ __forceinline__ bool shares_bias(const BackwardParams& p) { return p.score.bias_batch == 0 && !p.sequence.packed_k; }
+
 // Task n: key block inside key head inside batch entry; b == batch: rows of no sequence. Where `section` is not 0, so many heads
 // take turns: the first key blocks of all, then the second, and so on.
 // - Causal: the first key blocks are the longest. Sections are counted from the end, so that the last one is whole, and no long
@@ -41,7 +44,9 @@ __device__ __forceinline__ bool last_keys_first(const BackwardParams& p) { retur
 //   them for passing a turn. Without an end of the window a key block starts later than the one before it, by the time that a turn
 //   takes; whoever follows on the same multiprocessor then is as late as it must be.
 // kInMemory: `block` is in shared memory, and what has been found is read from there again, since the warp has few registers.
-template <int kBlockM, int kBlockN, bool kInMemory>
+// kBatchInside: heads are counted batch entry inside key head where these share a bias, so that they meet in the second-level cache with it
+// and with the sums of its gradient.
+template <int kBlockM, int kBlockN, bool kInMemory, bool kBatchInside = false>
 __device__ __forceinline__ void find_key_block(KeyBlock& block, const BackwardParams& p, unsigned n, unsigned section) {
   const auto forget_registers = [] {
     if constexpr (kInMemory) asm volatile("" ::: "memory");
@@ -61,8 +66,13 @@ __device__ __forceinline__ void find_key_block(KeyBlock& block, const BackwardPa
     if (last_keys_first(p)) block.index = p.num_key_blocks - 1 - block.index;
     n /= blocks;
   }
-  block.head_k = static_cast<int>(n % p.sequence.num_heads_k);
-  block.b = static_cast<int>(n / p.sequence.num_heads_k);
+  if (kBatchInside && shares_bias(p)) {
+    block.b = static_cast<int>(n % p.sequence.batch);
+    block.head_k = static_cast<int>(n / p.sequence.batch);
+  } else {
+    block.head_k = static_cast<int>(n % p.sequence.num_heads_k);
+    block.b = static_cast<int>(n / p.sequence.num_heads_k);
+  }
   block.group = p.sequence.num_heads_q / p.sequence.num_heads_k;
   block.first_key = block.index * kBlockN;
   forget_registers();

@@ -16,7 +16,7 @@ struct OptionsSm90 : GradientSm90<C> {
   using G = GradientSm90<C>;
   using typename G::T;
   using G::block, G::kA, G::kS, G::key_row, G::lane, G::p, G::shared, G::unpack, G::warp;
-  static constexpr bool kGeneral = C.kind == BackwardKind::kGeneral;
+  static constexpr bool kGeneral = C.general();
 
   // Of a tile's elements of this thread. Pair n of operand registers: bit n % 16 of word n / 16 is its first query's, bit 16 + n % 16
   // its second's.
@@ -56,7 +56,7 @@ struct OptionsSm90 : GradientSm90<C> {
     if (lane < 4) facts().keys[lane] = draws.column_part(((keys.first_key + G::first_row() + warp * 16) >> 5) * 4 + lane);
     if (lane == 4) facts().head = draws;
     if (kGeneral && score.alibi && lane == 5) {
-      facts().slope = kLog2E * score.alibi[keys.b * score.alibi_batch + head * score.alibi_head];
+      facts().slope = (C.copies_bias() ? 1.f : kLog2E) * score.alibi[keys.b * score.alibi_batch + head * score.alibi_head];
       facts().shift = static_cast<float>(keys.s.seqlen_k - keys.s.seqlen_q - keys.first_key - G::first_row() - warp * 16);
     }
     __syncwarp();
@@ -238,7 +238,7 @@ struct OptionsSm90 : GradientSm90<C> {
   }
   // With a bias any pair may be hidden.
   __device__ __forceinline__ bool masked(int i0) const { return (kGeneral && asked(p.backward.score.bias != nullptr)) || G::masked(i0); }
-  __device__ __forceinline__ void make_weights(uint32_t (&a)[kA], State& state, const float (&x)[kS], int i0, int head, uint32_t s_rows) const {
+  __device__ __forceinline__ void make_weights(uint32_t (&a)[kA], State& state, const float (&x)[kS], int i0, int head, uint32_t s_rows, uint32_t) const {
     if (masked(i0))
       weights<true>(a, state, x, i0, head, s_rows);
     else
@@ -263,21 +263,27 @@ struct OptionsSm90 : GradientSm90<C> {
   // dbias and dalibi of a tile, from its dS as dK and dQ take it. Not with softcap, whose dS is the gradient of another score.
   __device__ __forceinline__ void add_sums(const uint32_t (&a)[kA], int i0, int head) const {
     if constexpr (C.has_sums()) {
-      if (asked(p.backward.dalibi_parts != nullptr)) {
-        float sum = 0.f;
-        const float distance = distance_of(i0 + 2 * (lane & 3));
-#pragma unroll
-        for (int n = 0; n < kA; ++n) {
-          const float2 gradient = unpack(a[n]);
-          const int step = 8 * (n / 2) - 8 * (n % 2);
-          sum -= gradient.x * fabsf(distance + static_cast<float>(step)) + gradient.y * fabsf(distance + static_cast<float>(step + 1));
-        }
-        ptx::store_shared(dalibi_at(), __float_as_uint(ptx::load_shared_4(dalibi_at()) + sum));
-      }
+      add_dalibi(a, i0);
       if (asked(p.backward.dbias.sum != nullptr)) add_dbias(a, i0, head);
     }
   }
-  __device__ __forceinline__ uint32_t dalibi_at() const { return shared.base + C.dalibi_offset() + ((G::consumer * 4 + warp) * 32 + lane) * 4; }
+  __device__ __forceinline__ void add_dalibi(const uint32_t (&a)[kA], int i0) const {
+    if (!asked(p.backward.dalibi_parts != nullptr)) return;
+    float sum = 0.f;
+    const float distance = distance_of(i0 + 2 * (lane & 3));
+#pragma unroll
+    for (int n = 0; n < kA; ++n) {
+      const float2 gradient = unpack(a[n]);
+      const int step = 8 * (n / 2) - 8 * (n % 2);
+      sum -= gradient.x * fabsf(distance + static_cast<float>(step)) + gradient.y * fabsf(distance + static_cast<float>(step + 1));
+    }
+#pragma unroll
+    for (int mask = 16; mask >= C.dalibi_lanes(); mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+    if (C.dalibi_lanes() == 32 || lane < C.dalibi_lanes()) ptx::store_shared(dalibi_at(), __float_as_uint(ptx::load_shared_4(dalibi_at()) + sum));
+  }
+  __device__ __forceinline__ uint32_t dalibi_at() const {
+    return shared.base + C.dalibi_offset() + ((G::consumer * 4 + warp) * C.dalibi_lanes() + lane % C.dalibi_lanes()) * 4;
+  }
   __device__ __forceinline__ float distance_of(int i) const {  // of this thread's first key to query i
     return static_cast<float>(i - (lane >> 2)) + facts().shift;
   }
@@ -309,10 +315,13 @@ struct OptionsSm90 : GradientSm90<C> {
   __device__ __forceinline__ void end_head(int head) const {
     if constexpr (C.has_sums()) {
       if (!asked(p.backward.dalibi_parts != nullptr)) return;
-      float sum = ptx::load_shared_4(dalibi_at());
-      ptx::store_shared(dalibi_at(), 0u);
+      float sum = 0.f;
+      if (C.dalibi_lanes() == 32 || lane < C.dalibi_lanes()) {
+        sum = ptx::load_shared_4(dalibi_at());
+        ptx::store_shared(dalibi_at(), 0u);
+      }
 #pragma unroll
-      for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+      for (int mask = C.dalibi_lanes() / 2; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
       const int64_t part = (static_cast<int64_t>(block->b) * p.backward.sequence.num_heads_q + head) * p.backward.num_key_blocks + block->index;
       if (lane == 0) p.backward.dalibi_parts[part * C.kDalibiParts + G::consumer * 4 + warp] = sum;
     }
@@ -320,17 +329,5 @@ struct OptionsSm90 : GradientSm90<C> {
 
   __device__ __forceinline__ void store_dv(const float (&dv)[G::kD], uint32_t to) const { G::store_dv(dv, to, p.backward.score.dropout.scale); }
 };
-
-template <BackwardSm90Config C>
-struct PointwiseOf {
-  using Type = OptionsSm90<C>;
-};
-template <BackwardSm90Config C>
-  requires(C.plain())
-struct PointwiseOf<C> {
-  using Type = GradientSm90<C>;
-};
-template <BackwardSm90Config C>
-using PointwiseSm90 = typename PointwiseOf<C>::Type;
 
 }  // namespace tilewise::cuda
