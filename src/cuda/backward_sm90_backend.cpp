@@ -88,12 +88,6 @@ int64_t num_dalibi_parts(const tw_problem& p, const BackwardSm90Config& config) 
   return p.batch * p.num_heads_q * ceil_div(p.seqlen_k, config.block_n()) * config.kDalibiParts;
 }
 
-BiasStrips strips_of(const tw_problem& p, const ScoreParams& score, const BackwardSm90Config& config) {
-  return {score.bias, score.bias_dtype, {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k},
-          {score.bias_batch, score.bias_head, score.bias_row, score.bias_key},
-          score.bias_row == 0 ? 16 : config.bias_box(static_cast<int>(dtype_size(score.bias_dtype)))};
-}
-
 // Can dbias be stored, 16 bytes at a time? Each element belongs to one pair, and rows are contiguous.
 bool stores_dbias(const tw_problem& p, const tw_tensors& t) {
   if (!has(p, TW_HAS_DBIAS) || p.seqlen_k % 8 != 0 || reinterpret_cast<uintptr_t>(t.dbias->data) % 16 != 0) return false;
@@ -202,7 +196,7 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
     return run_backward_sm80(plan, t, workspace, stream);
   const Sm90Kernels& kernels = *find_kernels(p);
   BackwardSm90Config config = kernels.config(p);
-  if (config.copies_bias() && !bias_strips_possible(strips_of(p, score_params(p, t), config))) config = kernels.config(p, BackwardKind::kGeneral);
+  if (config.copies_bias() && !bias_map_possible(p, *t.bias)) config = kernels.config(p, BackwardKind::kGeneral);
   const DeviceGuard guard(plan.target.device_index);
   TW_RETURN_IF_ERROR(guard.status());
 
@@ -216,11 +210,10 @@ Status run_backward_sm90(const Plan& plan, const tw_tensors& t, void* workspace,
   TW_RETURN_IF_ERROR(tensor_map({t.v, p.head_dim_v, config.block_n(), panels(p.head_dim_v)}, &params.v));
   TW_RETURN_IF_ERROR(tensor_map({t.dout, p.head_dim_v, config.block_m, panels(p.head_dim_v)}, &params.dout));
   if (config.copies_bias()) {
-    const BiasStrips strips = strips_of(p, score_params(p, t), config);
-    TW_RETURN_IF_ERROR(bias_strips(strips, &params.bias.map));
-    const bool rows_differ = strips.stride[2] != 0;
-    params.bias.box_rows = strips.box_rows;
-    params.bias.bytes = static_cast<int32_t>(dtype_size(strips.dtype));
+    const bool rows_differ = score_params(p, t).bias_row != 0;
+    params.bias.bytes = static_cast<int32_t>(dtype_size(t.bias->dtype));
+    params.bias.box_rows = rows_differ ? config.bias_box(params.bias.bytes) : 16;
+    TW_RETURN_IF_ERROR(bias_map(p, {t.bias, params.bias.box_rows, 16}, &params.bias.map));
     params.bias.part_rows = rows_differ ? 16 * config.bias_slots(params.bias.bytes) : 16;
     params.bias.chunk_bytes = rows_differ ? 256 * params.bias.bytes : 0;
   }

@@ -188,11 +188,9 @@ Status bias_params(const tw_problem& p, const tw_tensor& bias, BiasParams* to) {
   to->box_bytes = (rows ? 64 : 1) * (mask ? 64 : 128);
   to->row_mask = rows ? 63 : 0;
   to->stage_bits = f32 ? 0 : 1;
-  to->heads = bias.shape[1] > 1 && bias.stride[1] != 0;
-  to->batches = bias.shape[0] > 1 && bias.stride[0] != 0;
   to->alone = p.softcap == 0 && p.dropout_p == 0 && !has(p, TW_HAS_ALIBI) && !has(p, TW_HAS_MAX_LOGIT) && (!mask || softmax_scale_of(p) >= 0);
   to->scale = p.softcap != 0 ? 1.f : static_cast<float>(softmax_scale_of(p));
-  return bias_map(bias, rows ? 64 : 1, to->box_keys, &to->map);
+  return bias_map(p, {&bias, rows ? 64 : 1, to->box_keys}, &to->map);
 }
 
 // Heads whose tiles are in flight together under a causal mask. Their K and V should stay in the L2 cache (60 MB), and
@@ -266,7 +264,7 @@ Status run_forward_sm90(const Plan& plan, const tw_tensors& t, void* workspace, 
   const tw_problem& p = plan.problem;
   // Only the pointers tell. The general kernel takes anything; with its keys in one part, since the plan has no room for more.
   if (t.o->dtype != t.q->dtype || !tensor_map_possible(*t.q) || !tensor_map_possible(*t.k) || !tensor_map_possible(*t.v) ||
-      !tensor_map_possible(*t.o) || (t.bias && !bias_map_possible(*t.bias))) {
+      !tensor_map_possible(*t.o) || (t.bias && !bias_map_possible(p, *t.bias))) {
     Plan general = plan;
     general.problem.num_splits = 1;
     return run_forward_sm80(general, t, workspace, stream);

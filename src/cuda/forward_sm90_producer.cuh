@@ -131,7 +131,6 @@ __device__ __forceinline__ void load_bias(const ForwardSm90Params& p, SharedSm90
     const Work& work = *shared.work(memory, tile);
     if (work.first_row < 0) return;
     const KeyTiles tiles = key_tiles<C>(p, work);
-    const int head = bias.heads ? work.head : 0, batch = bias.batches ? work.batch : 0;
     for (int n = 0; n < tiles.count; ++n, ++turn)
       for (int consumer = 0; consumer < C.consumers; ++consumer) {
         const uint32_t stage = turn & ((1u << bias.stage_bits) - 1);
@@ -141,7 +140,7 @@ __device__ __forceinline__ void load_bias(const ForwardSm90Params& p, SharedSm90
         const int row = bias.row_mask ? work.first_row + consumer * 64 : 0;
         for (int box = 0; box < bias.boxes; ++box)
           ptx::tma_load(shared.bias(consumer, stage) + box * C.kBiasBytes, bias.map, full,
-                        {{tiles.top - (n + 1) * C.block_n + box * bias.box_keys, row, head, batch, 0}});
+                        {{tiles.top - (n + 1) * C.block_n + box * bias.box_keys, row, 0, work.head, work.batch}});
       }
   }
 }

@@ -55,13 +55,12 @@ enum class BiasKind : int32_t { k16, kMask, kFloat32 };
 
 // ScoreKind::kBias.
 struct BiasParams {
-  CUtensorMap map;        // [1, batch, head, row, key], broadcast dimensions of size 1
+  CUtensorMap map;        // see bias_map()
   BiasKind kind;
   int32_t boxes;          // of a tile, next to each other in keys
   int32_t box_keys, box_bytes;
   int32_t row_mask;       // 63; 0: all rows have the same bias, and a box has one
   int32_t stage_bits;     // log2 of the stages of its rings
-  bool heads, batches;    // it differs from head to head, from batch entry to batch entry
   float scale;            // logit = (q . k, or what softcap makes of it) * scale + bias. Not used with a mask
   bool alone;             // no other option of ScoreKind::kGeneral is asked for
   float unit;             // natural units of what the exponentials see

@@ -41,13 +41,6 @@ struct Key {  // everything that enters a map; compared as bytes, so every membe
   uint32_t type, swizzle;
 };
 
-CUtensorMapDataType type_of(int32_t dtype) {
-  return dtype == TW_BOOL       ? CU_TENSOR_MAP_DATA_TYPE_UINT8
-         : dtype == TW_FLOAT32  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-         : dtype == TW_FLOAT16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-}
-
 Key make_key(const TensorMapRequest& request) {
   const tw_tensor& x = *request.tensor;
   const bool dense = x.ndim == 4;
@@ -74,37 +67,31 @@ Key make_key(const TensorMapRequest& request) {
     std::swap(key.size[2], key.size[3]), std::swap(key.stride[1], key.stride[2]);
     key.box[3] = key.box[2], key.box[2] = static_cast<uint32_t>(request.box_heads);
   }
-  key.type = type_of(x.dtype);
+  key.type = x.dtype == TW_FLOAT16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   key.swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
   return key;
 }
 
-Key make_bias_key(const tw_tensor& bias, int box_keys) {
-  Key key = {};
-  key.data = reinterpret_cast<uint64_t>(bias.data);
-  for (int n = 0; n < 4; ++n) {  // from the keys outwards
-    const bool moves = bias.shape[3 - n] > 1 && (n == 0 || bias.stride[3 - n] != 0);
-    key.size[n] = moves ? static_cast<uint64_t>(bias.shape[3 - n]) : 1;
-    if (n > 0) key.stride[n - 1] = moves ? static_cast<uint64_t>(bias.stride[3 - n] * dtype_size(bias.dtype)) : 16;
-  }
-  key.size[4] = 1, key.stride[3] = 16;
-  key.box[0] = static_cast<uint32_t>(box_keys), key.box[1] = 64, key.box[2] = key.box[3] = 1;
-  key.type = type_of(bias.dtype);
-  key.swizzle = bias.dtype == TW_BOOL ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
-  return key;
-}
+int64_t bias_stride(const tw_tensor& bias, int dim) { return bias.shape[dim] == 1 ? 0 : bias.stride[dim]; }
 
-Key make_strips_key(const BiasStrips& bias) {
+Key make_bias_key(const tw_problem& p, const BiasMapRequest& request) {
+  const tw_tensor& bias = *request.bias;
+  const int64_t bytes = dtype_size(bias.dtype), sizes[5] = {p.seqlen_k, p.seqlen_q, 1, p.num_heads_q, p.batch};
   Key key = {};
   key.data = reinterpret_cast<uint64_t>(bias.data);
-  const int64_t size = dtype_size(bias.dtype);
-  const auto bytes = [&](int dim) { return bias.shape[dim] == 1 ? uint64_t{16} : static_cast<uint64_t>(bias.stride[dim] * size); };
-  const int64_t sizes[5] = {bias.shape[3], bias.shape[2], 1, bias.shape[1], bias.shape[0]};
   for (int n = 0; n < 5; ++n) key.size[n] = static_cast<uint64_t>(sizes[n]);
-  key.stride[0] = bytes(2), key.stride[1] = 16, key.stride[2] = bytes(1), key.stride[3] = bytes(0);
-  key.box[0] = 16, key.box[1] = static_cast<uint32_t>(bias.box_rows), key.box[2] = key.box[3] = 1;
-  key.type = type_of(bias.dtype);
-  key.swizzle = size == 4 ? CU_TENSOR_MAP_SWIZZLE_64B : size == 2 ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_NONE;
+  key.stride[0] = static_cast<uint64_t>(bias_stride(bias, 2) * bytes);
+  key.stride[1] = 16;
+  key.stride[2] = static_cast<uint64_t>(bias_stride(bias, 1) * bytes);
+  key.stride[3] = static_cast<uint64_t>(bias_stride(bias, 0) * bytes);
+  key.box[0] = static_cast<uint32_t>(request.box_keys), key.box[1] = static_cast<uint32_t>(request.box_rows), key.box[2] = key.box[3] = 1;
+  key.type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  switch (request.box_keys * bytes) {
+    case 128: key.swizzle = CU_TENSOR_MAP_SWIZZLE_128B; break;
+    case 64: key.swizzle = CU_TENSOR_MAP_SWIZZLE_64B; break;
+    case 32: key.swizzle = CU_TENSOR_MAP_SWIZZLE_32B; break;
+    default: key.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  }
   return key;
 }
 
@@ -157,33 +144,19 @@ bool tensor_map_possible(const tw_tensor& x) {
   return true;
 }
 
-bool bias_map_possible(const tw_tensor& x) {
-  if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0 || (x.shape[3] > 1 && x.stride[3] != 1)) return false;
-  const int64_t size = dtype_size(x.dtype);
-  for (int n = 0; n < 3; ++n)
-    if (x.shape[n] > 1 && (x.stride[n] * size % 16 != 0 || x.stride[n] < 0 || x.stride[n] * size >= int64_t{1} << 40)) return false;
-  for (int n = 0; n < 4; ++n)
-    if (x.shape[n] < 1 || x.shape[n] > int64_t{1} << 31) return false;
-  return true;
-}
-
-bool bias_strips_possible(const BiasStrips& bias) {
-  if (reinterpret_cast<uintptr_t>(bias.data) % 16 != 0 || bias.stride[3] != 1) return false;
+bool bias_map_possible(const tw_problem& p, const tw_tensor& x) {
+  if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0 || x.shape[3] != p.seqlen_k || (x.shape[3] > 1 && x.stride[3] != 1)) return false;
   for (int n = 0; n < 3; ++n) {
-    const int64_t bytes = bias.stride[n] * dtype_size(bias.dtype);
+    const int64_t bytes = bias_stride(x, n) * dtype_size(x.dtype);
     if (bytes % 16 != 0 || bytes < 0 || bytes >= int64_t{1} << 40) return false;
   }
-  for (const int64_t size : bias.shape)
+  for (const int64_t size : {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k})
     if (size < 1 || size > int64_t{1} << 31) return false;
   return true;
 }
 
 Status tensor_map(const TensorMapRequest& request, CUtensorMap* map) { return encode_once(make_key(request), map); }
 
-Status bias_map(const tw_tensor& bias, int box_keys, CUtensorMap* map) {
-  return encode_once(make_bias_key(bias, box_keys), map);
-}
-
-Status bias_strips(const BiasStrips& bias, CUtensorMap* map) { return encode_once(make_strips_key(bias), map); }
+Status bias_map(const tw_problem& p, const BiasMapRequest& request, CUtensorMap* map) { return encode_once(make_bias_key(p, request), map); }
 
 }  // namespace tilewise::cuda

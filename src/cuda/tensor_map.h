@@ -24,22 +24,13 @@ bool tensor_map_possible(const tw_tensor& tensor);
 // column]. Encoding costs about a microsecond, so the latest ones of each thread are kept.
 Status tensor_map(const TensorMapRequest& request, CUtensorMap* map);
 
-// The same of a bias or a boolean mask [batch, head, row, key]: 16-byte aligned base and strides other than 0, the last one 1.
-bool bias_map_possible(const tw_tensor& bias);
-
-// The map with dimensions [1, batch, head, row, key], dimensions of stride 0 of size 1; boxes of 64 rows of box_keys keys, 128
-// bytes, or 64 of a mask.
-Status bias_map(const tw_tensor& bias, int box_keys, CUtensorMap* map);
-
-// A bias or mask as strips of 16 keys, boxes of `box_rows` queries: dimensions [batch, head, 1, query, key] (innermost last), all of them counted
-// through, those that share it with stride 0. Pieces of 16 bytes change places with the row: 32-byte swizzle at 16 bits, 64-byte of float32.
-struct BiasStrips {
-  const void* data;
-  int32_t dtype;
-  int64_t shape[4], stride[4];  // [batch, head, query, key], in elements
-  int box_rows;
+// The same of a bias or boolean mask of any type: dimensions [batch, head, 1, query, key] of the problem, those that share it with stride 0. In
+// a box of `box_keys` keys 16-byte pieces change places with the row, "swizzled" by its bytes: 128, 64, 32; 16: not at all.
+struct BiasMapRequest {
+  const tw_tensor* bias;
+  int box_rows, box_keys;
 };
-bool bias_strips_possible(const BiasStrips& bias);
-Status bias_strips(const BiasStrips& bias, CUtensorMap* map);
+bool bias_map_possible(const tw_problem& problem, const tw_tensor& bias);  // 16-byte aligned base and strides, keys beside each other
+Status bias_map(const tw_problem& problem, const BiasMapRequest& request, CUtensorMap* map);
 
 }  // namespace tilewise::cuda
