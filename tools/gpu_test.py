@@ -149,7 +149,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=480, help="for everything; what has not ended by then has failed")
     parser.add_argument("--random-seconds", type=float, default=45)
     parser.add_argument("--seed", type=int, default=1, help="of the random problems")
-    parser.add_argument("--jobs", type=int, default=max(2, min(12, (os.cpu_count() or 2) - 2)))
+    parser.add_argument("--jobs", type=int, default=max(2, min(16, os.cpu_count() or 2)))
     parser.add_argument("--only", default="", metavar="REGEX", help="parts whose name matches")
     parser.add_argument("--work", default="", help="directory for the logs (default: BUILD/gpu-test)")
     parser.add_argument("--log", default="", help="JSON file for the result")
