@@ -74,7 +74,7 @@ int launch_dbias(const BackwardParams& params, void* dbias, int32_t dtype, const
   DbiasParams p{params, dbias, dtype, only_again, {}, {}};
   int64_t total = 1;
   for (int n = 0; n < 4; ++n) p.shape[n] = shape[n], p.stride[n] = stride[n], total *= shape[n];
-  return launch<dbias_kernel<256>>(p, std::min<int64_t>((total + 255) / 256, 65536), 256, 0, static_cast<cudaStream_t>(stream));
+  return launch<dbias_kernel<256>>(p, std::min<int64_t>((total + 255) / 256, only_again ? 264 : 65536), 256, 0, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace tilewise::cuda

@@ -74,6 +74,12 @@ bool can_start_early([[maybe_unused]] int index) {
 #endif
 }
 
+int shared_bytes_of_device() {
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return cudaGetLastError(), 0;
+  return device_facts(device).shared_bytes_per_block;
+}
+
 int permit_shared_bytes(const void* kernel, int bytes, uint64_t* permitted) {
   const std::atomic_ref<uint64_t> devices(*permitted);
   int device = 0;

@@ -13,6 +13,9 @@ namespace tilewise::cuda {
 // read and written as an atomic, in device.cpp, since <atomic> takes each generated unit a second of the compiler's time.
 int permit_shared_bytes(const void* kernel, int bytes, uint64_t* permitted);
 
+// Bytes of shared memory that a block may have on the current device; 0 without one.
+int shared_bytes_of_device();
+
 struct ForwardSm90Params;  // params_sm90.h; has the driver's types
 
 // Kernels are templates on these four and not on the ForwardConfig itself: nvcc 13.0 writes host stubs that do not

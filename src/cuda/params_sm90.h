@@ -72,7 +72,7 @@ struct ForwardSm90Params {
   int32_t key_loads;        // of k and v, the same
   int32_t page_rows;        // paged: keys of a box, a divisor of block_n and of the page size. Else 0
   int32_t key_align;        // ScoreKind::kGeneral, kBias: key tiles start at multiples of it, a power of two (work_sm90.cuh)
-  bool natural;             // ScoreKind::kGeneral: the options leave logits in natural units
+  bool natural;             // ScoreKind::kGeneral, kBias: options() leaves logits in natural units (of a float bias, add_bias() does)
   ForwardParams forward;    // options, and what rows that are computed again need
   TileOrder order;
   float scale_log2;         // from what the exponentials see to base 2, never 0
