@@ -1,4 +1,4 @@
-// The second pass of backward_sm90 above head dim 128, without options: dK and dV by blocks of 64 keys. dQ is backward_sm90_query.cuh's.
+// One of two passes of backward_sm90 above head dim 128, without options: dK and dV by blocks of 64 keys. dQ is backward_sm90_query.cuh's.
 //
 //   S^T  = K Q^T - lse / scale        dP^T = V dO^T - delta
 //   P^T  = 2^(S^T scale log2 e)       dS^T = P^T * dP^T

@@ -1,4 +1,4 @@
-// The first pass of backward_sm90 above head dim 128, without options: dQ by blocks of queries, like a forward pass. Nothing is summed in global memory.
+// One of two passes of backward_sm90 above head dim 128, without options: dQ by blocks of queries, like a forward pass. Nothing is summed in global memory.
 //
 // A block stays on its multiprocessor and takes query block after query block: 128 rows of one query head, 64 for each of two consumer
 // warpgroups, which keep Q and dO in shared memory and dQ in registers. It walks the tiles of 64 keys that they see:

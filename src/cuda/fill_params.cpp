@@ -12,8 +12,6 @@ IndexVector index_vector(const tw_tensor* tensor) {
   return {static_cast<const int32_t*>(tensor->data), tensor->stride[0]};
 }
 
-int64_t broadcast_stride(const tw_tensor& tensor, int dim) { return tensor.shape[dim] == 1 ? 0 : tensor.stride[dim]; }
-
 // Bounds beyond which every key is visible become -1, so that the kernels' 32-bit sums cannot overflow.
 int32_t clamp_window(int64_t bound, int64_t unbounded_from) {
   return bound < 0 || bound >= unbounded_from ? -1 : static_cast<int32_t>(bound);
@@ -81,6 +79,8 @@ ScoreParams score_params(const tw_problem& p, const tw_tensors& t) {
   }
   return s;
 }
+
+int64_t broadcast_stride(const tw_tensor& x, int dim) { return x.shape[dim] == 1 ? 0 : x.stride[dim]; }
 
 RowTensor row_tensor(const tw_tensor& x) {
   if (x.ndim == 3) return {x.data, 0, x.stride[0], x.stride[1]};

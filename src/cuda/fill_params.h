@@ -8,6 +8,7 @@ namespace tilewise::cuda {
 
 SequenceParams sequence_params(const tw_problem& problem, const tw_tensors& tensors);
 ScoreParams score_params(const tw_problem& problem, const tw_tensors& tensors);
+int64_t broadcast_stride(const tw_tensor& tensor, int dim);  // 0 where the dimension is 1
 RowTensor row_tensor(const tw_tensor& tensor);    // [b, s, h, d], [total, h, d], or [pages, page_size, h, d]
 RowScalar row_scalar(const tw_tensor* tensor);    // [b, h, s], [h, total]; nullptr: absent
 bool rows_aligned(const tw_tensor& tensor);       // rows of whole 16-byte chunks, at multiples of 16 bytes

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(forward_sm90_config(kElement, kShape, kRowSum,
       } else if (C.biased()) {
         if (warp == 2) {
           ptx::wait_for_previous_kernels();
-          load_bias<C>(p, shared, memory);
+          load_bias_tiles<C>(p, shared, memory);
         }
       } else if (C.store_warps()) {
         store_output<C>(p, shared, memory, warp - 2);

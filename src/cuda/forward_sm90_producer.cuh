@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_keys_and_values(const ForwardSm90Params& p,
 
 // The bias of every step of every consumer, in the order of the steps, and of those that it skips. One thread.
 template <ForwardSm90Config C>
-__device__ __forceinline__ void load_bias(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
+__device__ __forceinline__ void load_bias_tiles(const ForwardSm90Params& p, SharedSm90<C> shared, unsigned char* memory) {
   const BiasParams& bias = p.bias;
   uint32_t turn = 0;  // tiles of each consumer so far
   for (unsigned tile = 0;; ++tile) {

@@ -9,6 +9,7 @@
 
 #include "core/dtype.h"
 #include "cuda/device.h"
+#include "cuda/fill_params.h"
 
 namespace tilewise::cuda {
 namespace {
@@ -72,18 +73,16 @@ Key make_key(const TensorMapRequest& request) {
   return key;
 }
 
-int64_t bias_stride(const tw_tensor& bias, int dim) { return bias.shape[dim] == 1 ? 0 : bias.stride[dim]; }
-
 Key make_bias_key(const tw_problem& p, const BiasMapRequest& request) {
   const tw_tensor& bias = *request.bias;
   const int64_t bytes = dtype_size(bias.dtype), sizes[5] = {p.seqlen_k, p.seqlen_q, 1, p.num_heads_q, p.batch};
   Key key = {};
   key.data = reinterpret_cast<uint64_t>(bias.data);
   for (int n = 0; n < 5; ++n) key.size[n] = static_cast<uint64_t>(sizes[n]);
-  key.stride[0] = static_cast<uint64_t>(bias_stride(bias, 2) * bytes);
+  key.stride[0] = static_cast<uint64_t>(broadcast_stride(bias, 2) * bytes);
   key.stride[1] = 16;
-  key.stride[2] = static_cast<uint64_t>(bias_stride(bias, 1) * bytes);
-  key.stride[3] = static_cast<uint64_t>(bias_stride(bias, 0) * bytes);
+  key.stride[2] = static_cast<uint64_t>(broadcast_stride(bias, 1) * bytes);
+  key.stride[3] = static_cast<uint64_t>(broadcast_stride(bias, 0) * bytes);
   key.box[0] = static_cast<uint32_t>(request.box_keys), key.box[1] = static_cast<uint32_t>(request.box_rows), key.box[2] = key.box[3] = 1;
   key.type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   switch (request.box_keys * bytes) {
@@ -147,7 +146,7 @@ bool tensor_map_possible(const tw_tensor& x) {
 bool bias_map_possible(const tw_problem& p, const tw_tensor& x) {
   if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0 || x.shape[3] != p.seqlen_k || (x.shape[3] > 1 && x.stride[3] != 1)) return false;
   for (int n = 0; n < 3; ++n) {
-    const int64_t bytes = bias_stride(x, n) * dtype_size(x.dtype);
+    const int64_t bytes = broadcast_stride(x, n) * dtype_size(x.dtype);
     if (bytes % 16 != 0 || bytes < 0 || bytes >= int64_t{1} << 40) return false;
   }
   for (const int64_t size : {p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k})
